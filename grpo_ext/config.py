@@ -1,0 +1,209 @@
+"""GRPOExtConfig: TRL's GRPOConfig plus the knobs of grpo_ext, one validator per rule."""
+
+import json
+import math
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl import GRPOConfig
+
+WEIGHT_SYNCS = ("merged", "adapter")
+VLLM_DTYPES = ("float32", "bfloat16", "float16")
+# What the engine's own fields decide: setting them twice would let the two disagree.
+RESERVED_ENGINE_KWARGS = {
+    "model": "the model handed to the trainer",
+    "tensor_parallel_size": "`vllm_tensor_parallel_size`",
+    "enable_sleep_mode": "`vllm_enable_sleep_mode`",
+    "dtype": "`vllm_dtype`",
+    "distributed_executor_backend": "the trainer (the engine lives in its process)",
+    "logprobs_mode": "the trainer (it needs the log-probs of the distribution that was sampled: 'processed_logprobs')",
+    "enable_lora": "`vllm_weight_sync='adapter'`",
+}
+
+
+def launched_processes() -> int:
+    """Number of processes the launcher started, readable before anything distributed is set up."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def launched_with_deepspeed() -> bool:
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("true", "1", "yes")
+
+
+def has_accelerator() -> bool:
+    import torch
+
+    return torch.accelerator.is_available()
+
+
+@dataclass
+class GRPOExtConfig(GRPOConfig):
+    """Everything `trl.GRPOConfig` takes, and the fields below. Left alone, every field keeps TRL's training semantics.
+
+    Parameters:
+        vllm_dtype (`str`, *optional*):
+            dtype of the colocated engine: "float32", "bfloat16" or "float16". Unset: the actor's dtype, so that both sides
+            compute the same probabilities.
+        vllm_engine_kwargs (`dict`, *optional*):
+            Further arguments of `vllm.LLM`, passed through as they are (a JSON object on the command line). They win over
+            the defaults that the trainer would pass.
+        vllm_weight_sync (`str`, defaults to `"merged"`):
+            What is pushed to the engine when the actor is a PEFT model: "merged" pushes full weights with the adapter
+            folded in (any PEFT kind that can be merged), "adapter" pushes the LoRA matrices only (plain LoRA, no sleep mode).
+        weight_sync_bucket_mb (`float`, defaults to `512`):
+            Upper bound, in MiB, of the parameters that ZeRO-3 gathers at once during a push. A single larger parameter is
+            gathered alone.
+        rollout_seed (`int`, *optional*):
+            Seed from which every rollout's own sampling seed is derived, by (generation call, row over all ranks).
+            Unset: the engine's generator draws, except with tensor parallelism, where per-rollout seeds are
+            necessary (the ranks of one engine must draw alike) and `seed` serves.
+    """
+
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]
+
+    vllm_dtype: str | None = field(
+        default=None, metadata={"help": "dtype of the colocated vLLM engine; unset: the actor's."}
+    )
+    vllm_engine_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Further arguments of vllm.LLM, as a JSON object on the command line."}
+    )
+    vllm_weight_sync: str = field(
+        default="merged",
+        metadata={"help": "What a push carries for a PEFT actor: 'merged' weights or only the LoRA 'adapter'."},
+    )
+    weight_sync_bucket_mb: float = field(
+        default=512, metadata={"help": "MiB of parameters that ZeRO-3 gathers at once during a weight push."}
+    )
+    rollout_seed: int | None = field(
+        default=None, metadata={"help": "Seed from which every rollout's own sampling seed is derived."}
+    )
+
+    def __post_init__(self) -> None:
+        self._choose_backend()
+        self._check_deepspeed_on_cpu()
+        self._check_num_generations()
+        self._check_batch_arithmetic()
+        self._check_temperature()
+        self._check_tensor_parallel()
+        super().__post_init__()
+        self._check_engine_fields()
+
+    # ---- chosen for the user ---------------------------------------------------------------------------------------
+    def _choose_backend(self) -> None:
+        """On a box without an accelerator: gloo, and CPU mode where DeepSpeed does not have to start it."""
+        if has_accelerator():
+            return
+        deepspeed = launched_with_deepspeed() or self.deepspeed is not None
+        if self.ddp_backend is None and (deepspeed or launched_processes() > 1):
+            self.ddp_backend = "gloo"
+        if launched_processes() > 1 and not deepspeed:
+            self.use_cpu = True  # without it Accelerate starts processes that do not cooperate
+        if self.bf16 is None and not self.use_cpu:
+            self.bf16 = False  # TRL's default, True, is refused by transformers on such a box
+
+    # ---- one validator per rule ------------------------------------------------------------------------------------
+    def _check_deepspeed_on_cpu(self) -> None:
+        if self.use_cpu and (launched_with_deepspeed() or self.deepspeed is not None):
+            raise ValueError(
+                "use_cpu=True was given together with DeepSpeed. Accelerate then drops DeepSpeed without a word while the "
+                "weights are already partitioned, and every parameter has shape (0,). Leave use_cpu=False: on a box "
+                "without an accelerator DeepSpeed runs on the CPU by itself (ddp_backend='gloo' is chosen for you)."
+            )
+
+    def _check_num_generations(self) -> None:
+        if self.num_generations < 2:
+            raise ValueError(
+                f"num_generations={self.num_generations}: GRPO compares the completions of one prompt with each other, so "
+                "it needs at least 2 generations per prompt. Set num_generations=2 or more."
+            )
+
+    def _check_batch_arithmetic(self) -> None:
+        if self.generation_batch_size is not None and self.steps_per_generation is not None:
+            return  # TRL refuses the pair and says so
+        per_step = self.per_device_train_batch_size * launched_processes()
+        shape = (
+            f"per_device_train_batch_size={self.per_device_train_batch_size} x {launched_processes()} process(es) = "
+            f"{per_step} rollouts a micro-step"
+        )
+        if self.generation_batch_size is not None:
+            unit = math.lcm(per_step, self.num_generations)
+            if self.generation_batch_size <= 0 or self.generation_batch_size % unit:
+                works = max(1, math.ceil(self.generation_batch_size / unit)) * unit
+                raise ValueError(
+                    f"generation_batch_size={self.generation_batch_size} cannot be cut into whole micro-steps ({shape}) "
+                    f"and whole groups (num_generations={self.num_generations}). Set generation_batch_size={works}."
+                )
+            return
+        steps = self.steps_per_generation or self.gradient_accumulation_steps
+        if steps < 1:
+            raise ValueError(f"steps_per_generation={steps}: at least 1 micro-step must follow a generation. Set 1 or more.")
+        if (per_step * steps) % self.num_generations:
+            unit = self.num_generations // math.gcd(per_step, self.num_generations)
+            works = math.ceil(steps / unit) * unit
+            origin = "steps_per_generation" if self.steps_per_generation else "gradient_accumulation_steps"
+            raise ValueError(
+                f"{shape}, times {origin}={steps} = {per_step * steps} rollouts a generation: these are not whole groups of "
+                f"num_generations={self.num_generations}. Set steps_per_generation={works} "
+                f"({per_step * works} rollouts, {per_step * works // self.num_generations} group(s))."
+            )
+
+    def _check_temperature(self) -> None:
+        kwargs = self.generation_kwargs
+        if isinstance(kwargs, str):
+            kwargs = json.loads(kwargs)
+        fields = {"temperature": self.temperature}
+        if kwargs and "temperature" in kwargs:
+            fields["generation_kwargs['temperature']"] = kwargs["temperature"]
+        for name, value in fields.items():
+            if value is None or not value > 0:
+                raise ValueError(
+                    f"{name}={value}: log-probs are those of the distribution that was sampled, logits / temperature, which "
+                    "does not exist at 0 (greedy decoding also makes all completions of a group equal). Set "
+                    "temperature=1.0, or any value above 0."
+                )
+        if kwargs and "temperature" in kwargs and kwargs["temperature"] != self.temperature:
+            raise ValueError(
+                f"generation_kwargs['temperature']={kwargs['temperature']} while temperature={self.temperature}: the engine "
+                "would sample at one and the trainer score at the other. Set temperature alone."
+            )
+
+    def _check_tensor_parallel(self) -> None:
+        size, processes = self.vllm_tensor_parallel_size, launched_processes()
+        if size < 1 or (self.use_vllm and self.vllm_mode == "colocate" and processes % size):
+            works = [n for n in range(1, processes + 1) if processes % n == 0]
+            raise ValueError(
+                f"vllm_tensor_parallel_size={size} does not divide the {processes} process(es) of this run, and every engine "
+                f"must span the same number of ranks. Set it to one of {works}, or start a multiple of {size} processes."
+            )
+
+    def _check_engine_fields(self) -> None:
+        if self.vllm_dtype not in (None, *VLLM_DTYPES):
+            raise ValueError(
+                f"vllm_dtype={self.vllm_dtype!r} is none of {', '.join(VLLM_DTYPES)}. Leave it unset to take the actor's."
+            )
+        if self.vllm_weight_sync not in WEIGHT_SYNCS:
+            raise ValueError(
+                f"vllm_weight_sync={self.vllm_weight_sync!r} is none of {', '.join(WEIGHT_SYNCS)}. Set 'merged'."
+            )
+        if self.vllm_weight_sync == "adapter" and self.vllm_enable_sleep_mode:
+            raise ValueError(
+                "vllm_weight_sync='adapter' was given with vllm_enable_sleep_mode=True. A sleeping engine drops the base "
+                "weights, which an adapter push does not carry. Set vllm_weight_sync='merged', or leave the engine awake."
+            )
+        if not self.weight_sync_bucket_mb > 0:
+            raise ValueError(
+                f"weight_sync_bucket_mb={self.weight_sync_bucket_mb}: a bucket must hold something. Set 512, or as many MiB "
+                "as you can spare twice."
+            )
+        if self.vllm_engine_kwargs is not None and not isinstance(self.vllm_engine_kwargs, dict):
+            raise ValueError(
+                f"vllm_engine_kwargs={self.vllm_engine_kwargs!r} is no mapping. Give a dict, or a JSON object such as "
+                '\'{"enforce_eager": true}\' on the command line.'
+            )
+        for name in self.vllm_engine_kwargs or {}:
+            if name in RESERVED_ENGINE_KWARGS:
+                raise ValueError(
+                    f"vllm_engine_kwargs[{name!r}] is decided by {RESERVED_ENGINE_KWARGS[name]}. Take it out of "
+                    "vllm_engine_kwargs."
+                )

