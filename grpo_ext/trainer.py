@@ -3,12 +3,15 @@
 import os
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from grpo_ext import _trl
 from grpo_ext.config import GRPOExtConfig
+from grpo_ext.consistency.monitor import ProbDiffMonitor
 from grpo_ext.rollout.scores import check_rollout_scores
+from grpo_ext.timing import PhaseTimes
 
 _trl.check_trl()
 
@@ -19,6 +22,8 @@ class GRPOExtMixin:
     Overrides, and what each adds:
         __init__                  checks first; a `ColocatedEngine` where TRL would start its own
         _generate                 the engine's log-probs are held against its tokens, unscored ones counted
+        _generate_and_score_completions   rollout and actor are compared, token by token
+        _calculate_rewards, training_step, log   phase times, and the monitor's aggregates
         _load_from_checkpoint,
         _load_best_model          the engine is told that the weights changed
 
@@ -37,6 +42,8 @@ class GRPOExtMixin:
         processing_class = kwargs.get("processing_class", args[4] if len(args) > 4 else None)
         if isinstance(model, str) and processing_class is None:
             _check_has_tokenizer(model)
+        self.phase_times = PhaseTimes()
+        self.monitor = ProbDiffMonitor()
         with _trl.engine_injected(self._build_engine):
             super().__init__(model, *args, **kwargs)
         self.add_callback(_WeightsMayHaveChanged(self))
@@ -64,6 +71,7 @@ class GRPOExtMixin:
             weight_sync=self._setting("vllm_weight_sync"),
             bucket_mb=self._setting("weight_sync_bucket_mb"),
             rollout_seed=seed,
+            phase_times=self.phase_times,
         )
 
     def mark_weights_changed(self) -> None:
@@ -84,9 +92,40 @@ class GRPOExtMixin:
         completion_ids, logprobs = result[1], result[4]
         if logprobs is not None:
             scores = check_rollout_scores(completion_ids, logprobs)
-            mode = "train" if self.model.training else "eval"
-            self._metrics[mode]["sampling/unscored_tokens"].append(float(scores.unscored))
+            self._metrics[self._mode]["sampling/unscored_tokens"].append(float(scores.unscored))
         return result
+
+    def _generate_and_score_completions(self, inputs: list) -> dict[str, Any]:
+        rows = super()._generate_and_score_completions(inputs)
+        mu, pi = rows.get("sampling_per_token_logps"), rows.get("old_per_token_logps")
+        if mu is not None and pi is not None:
+            self.monitor.observe(self._mode, mu, pi, loss_mask(rows), self.accelerator.reduce, self.accelerator.gather)
+        return rows
+
+    # ---- times and logs --------------------------------------------------------------------------------------------
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self.phase_times.phase("reward"):
+            return super()._calculate_rewards(*args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self.phase_times.phase("forward_backward"):
+            return super().training_step(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        mode = self._mode
+        for name, value in self.monitor.drain(mode).items():
+            self._metrics[mode][name] = [value]
+        super().log(logs, start_time)
+
+
+def loss_mask(rows: dict[str, Any]) -> torch.Tensor:
+    """(B, T): the completion tokens that the policy sampled, without those a tool wrote."""
+    mask = rows["completion_mask"]
+    return mask * rows["tool_mask"] if "tool_mask" in rows else mask
 
 
 class GRPOExtTrainer(GRPOExtMixin, GRPOTrainer):

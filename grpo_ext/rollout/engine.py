@@ -23,6 +23,7 @@ from grpo_ext.rollout.adapter import adapter_payload, check_pushable_adapter
 from grpo_ext.rollout.names import CheckpointNames
 from grpo_ext.rollout.rehearse import rehearse_push
 from grpo_ext.rollout.weights import base_model, iter_weights, weight_units
+from grpo_ext.timing import PhaseTimes
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class ColocatedEngine(VLLMGeneration):
         weight_sync: "merged" or "adapter" (see `GRPOExtConfig.vllm_weight_sync`).
         bucket_mb: MiB gathered at once under ZeRO-3.
         rollout_seed: base of the per-rollout seeds, or None to let the engine draw.
+        phase_times: where generation ("gen") and pushes ("sync_weights") are timed.
 
     Raises:
         ValueError: for an unknown engine argument, an adapter that cannot be pushed, or weights that do not fit the engine.
@@ -54,9 +56,11 @@ class ColocatedEngine(VLLMGeneration):
         weight_sync: str = "merged",
         bucket_mb: float = 512,
         rollout_seed: int | None = None,
+        phase_times: PhaseTimes | None = None,
         generation_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ):
+        self.phase_times = phase_times or PhaseTimes()
         self.dtype = dtype
         self.engine_kwargs = dict(engine_kwargs or {})
         self.weight_sync = weight_sync
@@ -129,6 +133,10 @@ class ColocatedEngine(VLLMGeneration):
 
     def sync_weights(self) -> None:
         """Push the actor's weights, waking a sleeping engine first, and drop what was cached under the old ones."""
+        with self.phase_times.phase("sync_weights"):
+            self._wake_and_push()
+
+    def _wake_and_push(self) -> None:
         if self.enable_sleep_mode:
             empty_cache()
             self.llm.wake_up(tags=["weights"])
@@ -174,7 +182,8 @@ class ColocatedEngine(VLLMGeneration):
 
         self.llm.generate = generate
         try:
-            return super().generate(prompts, images, num_generations, profiler)
+            with self.phase_times.phase("gen"):
+                return super().generate(prompts, images, num_generations, profiler)
         finally:
             del self.llm.generate
 
