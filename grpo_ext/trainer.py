@@ -11,7 +11,7 @@ from grpo_ext import _trl
 from grpo_ext.config import GRPOExtConfig
 from grpo_ext.consistency.monitor import ProbDiffMonitor
 from grpo_ext.rollout.scores import check_rollout_scores
-from grpo_ext.timing import PhaseTimes
+from grpo_ext.timing import PhaseTimes, StepTimes, timing_metrics
 
 _trl.check_trl()
 
@@ -42,11 +42,11 @@ class GRPOExtMixin:
         processing_class = kwargs.get("processing_class", args[4] if len(args) > 4 else None)
         if isinstance(model, str) and processing_class is None:
             _check_has_tokenizer(model)
-        self.phase_times = PhaseTimes()
+        self.phase_times, self.step_times = PhaseTimes(), StepTimes()
         self.monitor = ProbDiffMonitor()
         with _trl.engine_injected(self._build_engine):
             super().__init__(model, *args, **kwargs)
-        self.add_callback(_WeightsMayHaveChanged(self))
+        self.add_callback(_RunEvents(self))
 
     def _setting(self, name: str) -> Any:
         """Value of one of our knobs: that of the config, or its default where the config is TRL's own."""
@@ -117,8 +117,10 @@ class GRPOExtMixin:
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = self._mode
-        for name, value in self.monitor.drain(mode).items():
-            self._metrics[mode][name] = [value]
+        own = self.monitor.drain(mode)
+        if mode == "train":
+            own |= timing_metrics(self.phase_times.drain(), self.step_times.drain())
+        self._metrics[mode].update({name: [value] for name, value in own.items()})
         super().log(logs, start_time)
 
 
@@ -132,14 +134,21 @@ class GRPOExtTrainer(GRPOExtMixin, GRPOTrainer):
     """`trl.GRPOTrainer` with everything of `GRPOExtMixin`. Takes the same arguments, and a `GRPOExtConfig` as `args`."""
 
 
-class _WeightsMayHaveChanged(TrainerCallback):
-    """Training begins after a checkpoint may have been loaded (DeepSpeed does it past `_load_from_checkpoint`)."""
+class _RunEvents(TrainerCallback):
+    """What the trainer must learn from its own loop: where training begins, and where an optimizer step begins and ends."""
 
     def __init__(self, trainer: GRPOExtMixin):
         self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # A checkpoint may have been loaded by now; DeepSpeed does it past `_load_from_checkpoint`.
         self._trainer.mark_weights_changed()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.step_times.begin(state.num_input_tokens_seen)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.step_times.end(state.num_input_tokens_seen)
 
 
 def _check_has_tokenizer(model: str) -> None:

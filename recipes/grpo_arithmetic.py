@@ -25,7 +25,7 @@ from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 
 @dataclass
 class TaskArguments:
-    warm_up_steps: int = field(default=220, metadata={"help": "Supervised steps before GRPO."})
+    warm_up_steps: int = field(default=200, metadata={"help": "Supervised steps before GRPO."})
 
 
 def main() -> None:
