@@ -17,11 +17,11 @@ def train(models, tmp_path):
 
     made = []
 
-    def run(kind="qwen2", *, model=None, model_config=None, peft_config=None, start=True, trainer=Trainer, **config):
+    def run(kind="qwen2", *, model=None, model_config=None, peft_config=None, evaluate=False, start=True, trainer=Trainer, **config):
         args = GRPOExtConfig(**config_kwargs(tmp_path, use_vllm=True, **config))
-        made.append(
-            trainer(model or models(kind, **(model_config or {})), distinct_characters, args, sums(), peft_config=peft_config)
-        )
+        model = model or models(kind, **(model_config or {}))
+        eval_dataset = sums(8) if evaluate else None
+        made.append(trainer(model, distinct_characters, args, sums(), eval_dataset, peft_config=peft_config))
         if start:
             made[-1].train()
         return made[-1]
