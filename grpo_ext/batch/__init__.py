@@ -1,1 +1,1 @@
-"""One generation batch and its slices, as tensors: how rows are named, ordered, cut and put together again. Pure: torch only."""
+"""One generation batch and its slices, as tensors: how rows are named, ordered, cut and put together again. Pure."""

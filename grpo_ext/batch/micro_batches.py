@@ -1,7 +1,8 @@
 """Micro-batches of passes without gradient: how many rows, or padded tokens, go into one forward, and back into order. Pure.
 
-A chunk is a list of row numbers that one forward takes, trimmed to its own longest prompt and completion. Under ZeRO-3 a forward is
-a collective, so ranks agree on the number of chunks and the one that has fewer adds forwards whose result nobody reads.
+A chunk is a list of row numbers that one forward takes, trimmed to its own longest prompt and completion. Under ZeRO-3 a
+forward is a collective, so ranks agree on the number of chunks and the one that has fewer adds forwards whose result nobody
+reads.
 """
 
 from collections.abc import Sequence
@@ -62,7 +63,7 @@ def cut(lengths: Lengths, max_rows: int | None = None, max_tokens: int | None = 
 
 
 def in_lockstep(chunks: Chunks, n_forwards: int) -> Chunks:
-    """Chunks with idle forwards added up to `n_forwards`, the largest number any rank needs. An idle one takes the shortest row."""
+    """Chunks with idle forwards added up to `n_forwards`, the most that any rank needs. An idle one takes the shortest row."""
     missing = n_forwards - len(chunks)
     if missing < 0:
         raise ValueError(

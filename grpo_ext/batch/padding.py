@@ -1,4 +1,4 @@
-"""Padding that need not be there: cut a slice to its own longest prompt and completion, and put rows of like length together. Pure.
+"""No padding that need not be: cut a slice to its own longest prompt and completion, put rows of like length together. Pure.
 
 Padding after the last token changes nothing of a causal model's output. Padding before the first one does nothing either where
 positions are relative (RoPE, ALiBi); learned absolute positions need `position_ids`, which a model counts from the left edge

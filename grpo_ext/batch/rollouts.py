@@ -1,4 +1,4 @@
-"""A generation batch as TRL buffers it: a dict of rows. What each key spans, and moving rows without losing track of them. Pure.
+"""A generation batch as TRL buffers it, a dict of rows: what each key spans, and moving rows without losing them. Pure.
 
 B rows; P prompt tokens, padded on the left; T completion tokens, padded on the right. TRL generates one such dict, shuffles
 it (`shuffle_sequence_dict`) and cuts it into `steps_per_generation` slices of equal size (`split_tensor_dict`).
@@ -94,7 +94,7 @@ def join(slices: Sequence[Rows]) -> Rows:
 
 
 def deal(slices: Sequence[Rows], order: Sequence[int]) -> list[Rows]:
-    """Rows of the joined slices in a new order, cut into slices of the old sizes. Values that are not per row stay where they were."""
+    """Rows of the joined slices in a new order, cut into slices of the old sizes; values not per row stay where they were."""
     whole, start, dealt = join(slices), 0, []
     for rows in slices:
         stop = start + n_rows(rows)

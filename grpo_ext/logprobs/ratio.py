@@ -1,8 +1,8 @@
 """The importance ratio between the actor's old policy and the engine that sampled: pi_old / mu, as TRL 1.16 defines it. Pure.
 
-Source: `GRPOTrainer._generate_and_score_completions` (truncated importance sampling, "Your Efficient RL Framework Secretly Brings You
-Off-Policy RL Training", and masked importance sampling, IcePop). old: log pi_old, mu: the engine's log-probs, both (B, T) in nats;
-mask (B, T) is 1 on the tokens that count (completion mask times tool mask).
+Source: `GRPOTrainer._generate_and_score_completions` (truncated importance sampling, "Your Efficient RL Framework Secretly
+Brings You Off-Policy RL Training", and masked importance sampling, IcePop). old: log pi_old, mu: the engine's log-probs, both
+(B, T) in nats; mask (B, T) is 1 on the tokens that count (completion mask times tool mask).
 """
 
 import math
@@ -16,9 +16,10 @@ PREFIX = "sampling/"
 
 @dataclass(frozen=True)
 class EngineRatio:
-    """ratio: what multiplies the loss; raw: before clipping; outside: where raw left the bounds. (B, T) in token modes, (B, 1) in
-    sequence modes. Tokens without a mask, or that the engine did not score, have log-ratio 0."""
+    """ratio: what multiplies the loss; raw: before clipping; outside: where raw left the bounds. (B, T) in token modes, (B, 1)
+    in sequence modes. Tokens without a mask, or that the engine did not score, have log-ratio 0."""
 
+    mode: str
     ratio: torch.Tensor
     raw: torch.Tensor
     outside: torch.Tensor
@@ -27,25 +28,27 @@ class EngineRatio:
 def engine_ratio(
     old_BT: torch.Tensor, mu_BT: torch.Tensor, mask_BT: torch.Tensor, mode: str, low: float | None, high: float | None
 ) -> EngineRatio:
-    """Ratio per token, or per sequence as the product over its tokens; outside [low, high] clamped ("truncate") or 0 ("mask")."""
+    """Ratio per token, or per sequence (product over its tokens); outside [low, high] clamped ("truncate") or 0 ("mask")."""
     if mode not in MODES:
-        raise ValueError(f"Importance sampling mode {mode!r} is none of {', '.join(MODES)}. Set 'sequence_mask', TRL's default.")
+        raise ValueError(
+            f"Importance sampling mode {mode!r} is none of {', '.join(MODES)}. Set 'sequence_mask', TRL's default."
+        )
     log_ratio = torch.nan_to_num((old_BT - mu_BT) * mask_BT, nan=0.0)
     if mode.startswith("sequence"):
         log_ratio = log_ratio.sum(dim=-1, keepdim=True)
     raw = log_ratio.exp()
     outside = (raw < (-math.inf if low is None else low)) | (raw > (math.inf if high is None else high))
     if mode.endswith("mask"):
-        return EngineRatio(raw.masked_fill(outside, 0.0), raw, outside)
+        return EngineRatio(mode, raw.masked_fill(outside, 0.0), raw, outside)
     if low is None and high is None:
-        return EngineRatio(raw, raw, outside)
-    return EngineRatio(raw.clamp(min=low, max=high), raw, outside)
+        return EngineRatio(mode, raw, raw, outside)
+    return EngineRatio(mode, raw.clamp(min=low, max=high), raw, outside)
 
 
 @dataclass(frozen=True)
 class RatioStats:
-    """What the `sampling/*` metrics are made of, in float64. sums (7,) and highs (5,): combine by + and by max, over micro-batches
-    and over ranks alike; minima ride along negated."""
+    """What the `sampling/*` metrics are made of, in float64: sums (6,) and highs (5,), minima riding along negated. Combine by
+    sum and by maximum, over micro-batches and over ranks alike."""
 
     sums: torch.Tensor
     highs: torch.Tensor
@@ -59,27 +62,20 @@ def ratio_stats(old_BT: torch.Tensor, mu_BT: torch.Tensor, mask_BT: torch.Tensor
     mask = mask_BT.bool()
     delta = (old_BT - mu_BT).abs().double()
     delta = delta[mask & torch.isfinite(delta)]
-    used, raw, outside = (
-        (x[mask] if x.shape == mask.shape and not _per_sequence(x, mask_BT) else x.flatten())
-        for x in (ratio.ratio, ratio.raw, ratio.outside)
-    )
-    used, raw, outside = used.double(), raw.double(), outside.double()
-    ones = (float(delta.numel()), float(used.numel()))
-    sums = torch.stack([delta.new_tensor(ones[0]), delta.sum(), used.new_tensor(ones[1]), used.sum(), raw.sum(), outside.sum()])
-    nothing = delta.new_tensor(-math.inf)
-    highs = [x.max() if x.numel() else nothing for x in (delta, -used, used, -raw, raw)]
+    counted = torch.ones_like(ratio.raw, dtype=torch.bool) if ratio.mode.startswith("sequence") else mask
+    used, raw, outside = (x[counted].double() for x in (ratio.ratio, ratio.raw, ratio.outside))
+    count = [x.new_tensor(x.numel()) for x in (delta, used)]
+    sums = torch.stack([count[0], delta.sum(), count[1], used.sum(), raw.sum(), outside.sum()])
+    highs = [x.max() if x.numel() else x.new_tensor(-math.inf) for x in (delta, -used, used, -raw, raw)]
     return RatioStats(sums, torch.stack(highs))
-
-
-def _per_sequence(x: torch.Tensor, mask_BT: torch.Tensor) -> bool:
-    return x.size(1) == 1 and mask_BT.size(1) != 1
 
 
 def ratio_metrics(stats: RatioStats, mode: str) -> dict[str, float]:
     """TRL's `sampling/*` names, the same before clipping (`.../raw_*`), and the fraction that was masked or truncated."""
     n_delta, delta, n_ratio, used, raw, outside = stats.sums.tolist()
     delta_max, minus_min, high, minus_raw_min, raw_high = stats.highs.tolist()
-    name, metrics = "importance_sampling_ratio", {}
+    name = "importance_sampling_ratio"
+    metrics: dict[str, float] = {}
     if n_delta:
         metrics |= {"sampling_logp_difference/mean": delta / n_delta, "sampling_logp_difference/max": delta_max}
     if n_ratio:

@@ -1,9 +1,9 @@
 """Which rollouts need their old log-probs, and by when: the bookkeeping of the per-rollout window check. Pure.
 
 pi_old of a rollout is wanted at the policy version that generated it. Where no optimizer step lies between generation and the
-rollout's first use, the training forward computes just that, for free. Where one does, the values are due before that step. What
-decides is where the optimizer really steps: after `accumulation` micro-steps counted from the start of the *epoch*, and at the
-epoch's end. A global counter modulo the accumulation is wrong after a short last window and after a resume.
+rollout's first use, the training forward computes just that, for free. Where one does, the values are due before that step.
+What decides is where the optimizer really steps: after `accumulation` micro-steps counted from the start of the *epoch*, and
+at the epoch's end. A global counter modulo the accumulation is wrong after a short last window and after a resume.
 
 Everything here counts in micro-steps (one forward and backward on one slice), optimizer windows and rows.
 """
@@ -60,10 +60,9 @@ def uses(loop: Loop, position: int, first_use: int = 0, window_left: int | None 
         first_use: how many of the batch's `lifetime` micro-steps are over (not 0 where a run resumed in its middle).
         window_left: micro-steps left in the current window, this one included, where the loop knows; needed on a stream only.
 
-    On a stream the Trainer does not step at the end: the rest of a block is followed by the next epoch's first block, with another
-    loss normalizer. Generation batches that started at a multiple of their lifetime end with the stream; for others only the current
-    block is certain, and every later use gets a block of its own.
-    """
+    On a stream the Trainer does not step at the end: the rest of a block is followed by the next epoch's first block, with
+    another loss normalizer. Generation batches that started at a multiple of their lifetime end with the stream; for others
+    only the current block is certain, and every later use gets a block of its own."""
     remaining = range(first_use, loop.lifetime)
     result, window = [], 0
     if loop.epoch is not None:
@@ -101,38 +100,41 @@ def due(
     anchored: Collection[int],
     steps_left: int,
     max_age: int | None = None,
+    age: int = 0,
     sized: bool = True,
 ) -> list[int]:
     """Slices that need old log-probs before the step that ends the current window, in order of first use.
 
-    remaining: uses that are left, the current micro-step's first. anchored: slices that have theirs. steps_left: optimizer steps to
-    the end of the run, the coming one included. Not due: a slice first used in this window (free), one never used again, one whose
-    turn comes after the run's last step, and one that `max_age` would re-anchor at its first use anyway. The last two ask for exact
-    windows: on a stream (`sized=False`) only the run's last step excuses.
+    Args:
+        remaining: uses that are left, the current micro-step's first.
+        anchored: slices that have theirs.
+        steps_left: optimizer steps to the end of the run, the coming one included.
+        max_age: age in steps beyond which a rollout is re-anchored when used.
+        age: steps taken since the batch was generated.
+        sized: whether the windows of `remaining` are exact, as they are but for a stream.
+
+    Not due: a slice first used in this window (free), one never used again, one whose turn comes after the run's last step, and
+    one that `max_age` would re-anchor at its first use anyway. On a stream only the run's last step excuses.
     """
     first: dict[int, int] = {}
     for use in remaining:
-        first.setdefault(use.slice, use.window)
-    now = remaining[0].window
-    horizon = steps_left if sized else (0 if steps_left <= 1 else None)
+        first.setdefault(use.slice, use.window - remaining[0].window)
 
-    def is_due(number: int, window: int) -> bool:
-        steps = window - now
+    def is_due(number: int, steps: int) -> bool:
         if number in anchored or steps == 0:
             return False
-        if horizon is not None and steps >= max(horizon, 1):
+        if steps >= steps_left if sized else steps_left <= 1:
             return False
-        return not (sized and max_age is not None and steps > max_age)
+        return not (sized and too_old(0, age + steps, max_age))
 
-    return [number for number, window in first.items() if is_due(number, window)]
+    return [number for number, steps in first.items() if is_due(number, steps)]
 
 
 def rows_now(pending: int, budget: int | None, deadline: bool) -> int:
     """How many of the `pending` due rows to compute at this micro-step.
 
-    deadline: the micro-step ends in an optimizer step, after which it is too late: all of them. Before it, at most `budget` rows, so
-    that the work is spread over the window; none without a budget, since the deadline is early enough.
-    """
+    deadline: the micro-step ends in an optimizer step, after which it is too late: all of them. Before it, at most `budget`
+    rows, so that the work is spread over the window; none without a budget, since the deadline is early enough."""
     if deadline:
         return pending
     return min(pending, budget or 0)
@@ -158,9 +160,9 @@ def too_old(anchor_version: int, version: int, max_age: int | None) -> bool:
 class RowCounts:
     """Rows by how their old log-probs came about, since the last `drain`.
 
-    free: taken from the training forward at first use. recomputed: a forward of their own. reanchored: taken anew from the training
-    forward at a later use. due: rows that a step would have made too late (what the rule asks for, whatever the mode computes).
-    """
+    free: taken from the training forward at first use. recomputed: a forward of their own. reanchored: taken anew from the
+    training forward at a later use. due: rows that a step would have made too late (what the rule asks for, whatever the mode
+    computes)."""
 
     free: int = 0
     recomputed: int = 0
