@@ -1,0 +1,94 @@
+"""Run a function of a test module on several real processes, and bring back what each rank returned."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+# Persistence threshold 0: with the default ZeRO-3 would leave parameters below 100,000 elements whole.
+ZERO3 = {
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+}
+
+
+def launch_arguments(folder: Path, *, zero3: bool, processes: int, port: int | None = None) -> list[str]:
+    """Command prefix that starts a script under Accelerate: DeepSpeed ZeRO-3, or plain processes under torchrun."""
+    port = port or free_port()
+    if not zero3:
+        return [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", f"--master_port={port}"]
+    (folder / "ds.json").write_text(json.dumps(ZERO3))
+    (folder / "accelerate.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_machines: 1\nmachine_rank: 0\n"
+        f"num_processes: {processes}\nuse_cpu: false\nmain_training_function: main\n"
+        f"deepspeed_config:\n  deepspeed_config_file: {folder / 'ds.json'}\n  zero3_init_flag: true\n"
+    )
+    return [
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(folder / "accelerate.yaml"),
+        "--main_process_port", str(port),
+    ]  # fmt: skip
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environment() -> dict[str, str]:
+    dropped = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # an engine in this process may have set them
+    kept = {name: value for name, value in os.environ.items() if name not in dropped and not name.startswith("ACCELERATE_")}
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def run_ranks(
+    target: str, folder: Path, *, zero3: bool = True, processes: int = 2, timeout: float = 300, **arguments: Any
+) -> list[Any]:
+    """Call `module:function(**arguments)` on every rank; returns the JSON-able results by rank.
+
+    Raises:
+        AssertionError: with the end of the output, if a rank failed or the time was up (a hang is a failure).
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("rank*.json"):
+        old.unlink()
+    (folder / "arguments.json").write_text(json.dumps(arguments))
+    command = [*launch_arguments(folder, zero3=zero3, processes=processes), __file__, target, str(folder)]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        output, _ = process.communicate()
+        raise AssertionError(f"{target} did not end within {timeout} s:\n{output[-4000:]}") from None
+    assert process.returncode == 0, f"{target} failed:\n{output[-6000:]}"
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
+
+
+def _main() -> None:
+    import importlib
+
+    target, folder = sys.argv[1], Path(sys.argv[2])
+    module, function = target.split(":")
+    result = getattr(importlib.import_module(module), function)(**json.loads((folder / "arguments.json").read_text()))
+    (folder / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    _main()
