@@ -49,6 +49,17 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def kill_tree(pid: int) -> None:
+    """SIGKILL a launcher and its ranks, which it starts in sessions of their own."""
+    import psutil
+
+    launcher = psutil.Process(pid)
+    family = [*launcher.children(recursive=True), launcher]
+    for member in family:
+        member.kill()
+    psutil.wait_procs(family, timeout=30)
+
+
 def environment() -> dict[str, str]:
     dropped = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # an engine in this process may have set them
     kept = {name: value for name, value in os.environ.items() if name not in dropped and not name.startswith("ACCELERATE_")}
@@ -74,7 +85,7 @@ def run_ranks(
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
+        kill_tree(process.pid)
         output, _ = process.communicate()
         raise AssertionError(f"{target} did not end within {timeout} s:\n{output[-4000:]}") from None
     assert process.returncode == 0, f"{target} failed:\n{output[-6000:]}"

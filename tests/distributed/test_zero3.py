@@ -1,14 +1,14 @@
 """Actor, reference and engine on two real ranks under ZeRO-3: the floor, the bits of the base weights, what is saved."""
 
 import os
-import signal
 import subprocess
 import time
 
 import pytest
 import torch
 
-from tests.distributed.launch import ROOT, __file__ as launcher, environment, launch_arguments, run_ranks
+from tests.distributed import launch
+from tests.distributed.launch import ROOT, environment, kill_tree, launch_arguments, run_ranks
 from tests.floor import worst
 
 pytestmark = [pytest.mark.engine, pytest.mark.distributed]
@@ -64,7 +64,7 @@ def test_tensor_parallel_beside_another_run_and_after_a_killed_one(models, tmp_p
     (folder / "arguments.json").write_text(
         json.dumps({"model": models("qwen2"), "out": str(folder), "started": str(folder)})
     )
-    command = [*launch_arguments(folder, zero3=True, processes=2), launcher, "tests.distributed.jobs:wait_to_be_killed", str(folder)]
+    command = [*launch_arguments(folder, zero3=True, processes=2), launch.__file__, "tests.distributed.jobs:wait_to_be_killed", str(folder)]
     other = subprocess.Popen(
         command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
@@ -77,7 +77,7 @@ def test_tensor_parallel_beside_another_run_and_after_a_killed_one(models, tmp_p
         arguments = dict(model=models("qwen2"), out=str(tmp_path), runs=runs)
         assert_floor(run_ranks("tests.distributed.jobs:floors", tmp_path / "a", **arguments), "beside")
     finally:
-        os.killpg(other.pid, signal.SIGKILL)
+        kill_tree(other.pid)
         other.wait()
     assert [name for name in os.listdir("/dev/shm") if "cpushm" in name] == []
     runs = {"after": dict(TENSOR_PARALLEL)}

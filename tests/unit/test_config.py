@@ -1,0 +1,103 @@
+"""GRPOExtConfig: each rule refuses what cannot work, with the values given and one that works."""
+
+import pytest
+
+from grpo_ext import GRPOExtConfig
+from tests.tiny import config_kwargs
+
+
+def make(**config):
+    return GRPOExtConfig(**config_kwargs("unused", **config))
+
+
+def test_takes_everything_grpo_config_takes():
+    from dataclasses import fields
+
+    from trl import GRPOConfig
+
+    assert {f.name for f in fields(GRPOConfig)} <= {f.name for f in fields(GRPOExtConfig)}
+    ours, theirs = make(), GRPOConfig(**config_kwargs("unused"))
+    different = [f.name for f in fields(GRPOConfig) if getattr(ours, f.name) != getattr(theirs, f.name)]
+    assert set(different) <= {"logging_dir"}
+
+
+def test_case_9_groups_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"=2 x 1 process.*num_generations=4\. Set steps_per_generation=2 "):
+        make(per_device_train_batch_size=2, gradient_accumulation_steps=1, num_generations=4)
+    make(per_device_train_batch_size=2, gradient_accumulation_steps=1, num_generations=4, steps_per_generation=2)
+
+
+def test_case_9_one_generation():
+    with pytest.raises(ValueError, match="at least 2") as error:
+        make(num_generations=1)
+    assert "divisib" not in str(error.value)
+
+
+@pytest.mark.parametrize("steps, works", [(3, 4), (5, 8)])
+def test_the_next_number_of_slices_that_works(steps, works):
+    with pytest.raises(ValueError, match=rf"Set steps_per_generation={works} "):
+        make(per_device_train_batch_size=2, num_generations=8, steps_per_generation=steps)
+    make(per_device_train_batch_size=2, num_generations=8, steps_per_generation=works)
+
+
+def test_generation_batch_size():
+    with pytest.raises(ValueError, match=r"generation_batch_size=20 .*Set generation_batch_size=24\."):
+        make(per_device_train_batch_size=8, num_generations=6, generation_batch_size=20)
+    make(per_device_train_batch_size=8, num_generations=6, generation_batch_size=24)
+
+
+@pytest.mark.parametrize("value", [0, 0.0, -1.0, float("nan")])
+def test_case_5_temperature_names_the_field(value):
+    with pytest.raises(ValueError, match=r"^temperature="):
+        make(temperature=value)
+
+
+def test_case_5_temperature_in_generation_kwargs():
+    with pytest.raises(ValueError, match=r"^generation_kwargs\['temperature'\]=0"):
+        make(generation_kwargs={"temperature": 0})
+    with pytest.raises(ValueError, match=r"\['temperature'\]=0\.5 while temperature=1\.0"):
+        make(generation_kwargs={"temperature": 0.5})
+    make(temperature=0.5, generation_kwargs={"temperature": 0.5})
+
+
+def test_use_cpu_with_deepspeed(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ValueError, match=r"use_cpu=True .*DeepSpeed.*use_cpu=False"):
+        make()
+
+
+def test_tensor_parallel_size(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match=r"vllm_tensor_parallel_size=3 does not divide the 4 process.*\[1, 2, 4\]"):
+        make(use_vllm=True, vllm_tensor_parallel_size=3)
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"vllm_dtype": "float8"}, "vllm_dtype='float8'"),
+        ({"vllm_weight_sync": "delta"}, "vllm_weight_sync='delta'.*'merged'"),
+        ({"weight_sync_bucket_mb": 0}, "weight_sync_bucket_mb=0"),
+        ({"vllm_engine_kwargs": "enforce_eager"}, "no mapping"),
+        ({"vllm_engine_kwargs": {"logprobs_mode": "raw_logprobs"}}, "logprobs_mode.*processed_logprobs"),
+        ({"vllm_engine_kwargs": {"tensor_parallel_size": 2}}, "vllm_tensor_parallel_size"),
+        ({"vllm_weight_sync": "adapter", "vllm_enable_sleep_mode": True}, "adapter.*sleep"),
+    ],
+)
+def test_engine_fields(config, message):
+    with pytest.raises(ValueError, match=message):
+        make(**config)
+
+
+def test_engine_kwargs_as_json_from_the_command_line():
+    assert make(vllm_engine_kwargs='{"enforce_eager": false}').vllm_engine_kwargs == {"enforce_eager": False}
+
+
+def test_bf16_is_not_asked_of_a_box_that_has_none():
+    import torch
+
+    if torch.accelerator.is_available():
+        pytest.skip("this box has an accelerator")
+    kwargs = config_kwargs("unused")
+    del kwargs["use_cpu"], kwargs["bf16"]
+    assert GRPOExtConfig(**kwargs).bf16 is False
