@@ -1,0 +1,55 @@
+"""Facts about vLLM 0.31 that grpo_ext relies on."""
+
+import inspect
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+
+def test_layerwise_reload_has_the_parts_a_rehearsal_replaces():
+    from vllm.model_executor.model_loader import reload
+    from vllm.model_executor.model_loader.reload import layerwise, meta
+
+    assert callable(reload.initialize_layerwise_reload) and callable(reload.finalize_layerwise_reload)
+    assert list(inspect.signature(layerwise.get_numel_loaded).parameters) == ["weight_loader", "args"]
+    assert list(inspect.signature(layerwise._layerwise_process).parameters) == ["layer", "info"]
+    assert list(inspect.signature(layerwise._place_kernel_tensors).parameters) == ["layer", "info"]
+    assert "get_numel_loaded(original_loader, bound_args)" in inspect.getsource(layerwise.make_online_process_loader)
+    assert "_layerwise_process(layer, info)" in inspect.getsource(layerwise.make_online_process_loader)
+    assert "bias" in meta.SKIP_TENSORS  # biases stay where they are, so a rehearsal counts them on a twin
+    assert {"kernel_tensors", "load_numel_total"} <= set(inspect.getsource(layerwise.LayerReloadingInfo).split()) | {
+        f.strip(":") for f in inspect.getsource(layerwise.LayerReloadingInfo).split()
+    }
+
+
+def test_shared_memory_of_a_tensor_parallel_cpu_engine_is_named_by_one_function():
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    assert isinstance(_CPUSHMDistributed.__dict__["make_group_name"], staticmethod)
+    assert "make_group_name(communicator)" in inspect.getsource(_CPUSHMDistributed.__init__)
+
+
+def test_lora_can_be_built_from_tensors():
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    assert list(inspect.signature(LoRAModel.from_lora_tensors).parameters)[:3] == ["lora_model_id", "tensors", "peft_helper"]
+    assert {"from_dict", "validate_legal"} <= set(dir(PEFTHelper))
+
+
+def test_engine_arguments_are_known_without_an_engine():
+    from grpo_ext import _trl
+
+    names = _trl.engine_argument_names()
+    assert {"model", "dtype", "enforce_eager", "max_num_seqs", "gpu_memory_utilization", "kv_cache_dtype"} <= names
+    assert not {"self", "kwargs"} & names
+
+
+def test_a_hit_of_zero_logprobs_is_the_sampled_token_alone():
+    from vllm import SamplingParams
+
+    params = SamplingParams(logprobs=0, seed=3)
+    copy = params.clone()
+    copy.seed = 4
+    assert (params.seed, copy.seed, params.logprobs) == (3, 4, 0)
