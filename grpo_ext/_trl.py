@@ -86,6 +86,17 @@ def llm_injected(build: Callable[..., Any]) -> Iterator[None]:
         vllm_generation.LLM = original
 
 
+def is_reference_pass(model: Any) -> bool:
+    """Whether TRL has turned a PEFT actor into its reference for the moment: adapters off, or the copy named "ref" active.
+
+    Asks the model's own flag, since the layers' flags do not exist for prompt and prefix tuning. It can go when PEFT has a
+    public property for it, or TRL says which pass it makes.
+    """
+    from accelerate.utils import is_peft_model
+
+    return is_peft_model(model) and (model._adapters_disabled or model.active_adapter == "ref")
+
+
 # ---- vLLM: reaching the model --------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from trl import GRPOConfig
 
 WEIGHT_SYNCS = ("merged", "adapter")
+OLD_LOGPS = ("window", "always", "rollout")
 VLLM_DTYPES = ("float32", "bfloat16", "float16")
 # What the engine's own fields decide: setting them twice would let the two disagree.
 RESERVED_ENGINE_KWARGS = {
@@ -58,13 +59,32 @@ class GRPOExtConfig(GRPOConfig):
             Seed from which every rollout's own sampling seed is derived, by (generation call, row over all ranks).
             Unset: the engine's generator draws, except with tensor parallelism, where per-rollout seeds are
             necessary (the ranks of one engine must draw alike) and `seed` serves.
+        old_logps (`str`, defaults to `"window"`):
+            Where the log-probs of the old policy, the anchor of the PPO ratio, come from. "window": from the training forward
+            where no optimizer step lies between generation and a rollout's first use, else from a forward just before that
+            step. "always": from a forward right after generation, for every rollout. "rollout": the engine's own log-probs,
+            no forward at all.
+        old_logps_budget (`int`, *optional*):
+            Rows, per rank and micro-step, of which old log-probs are computed ahead of the step that makes them due, so that
+            the work is spread over the window. What is left is computed at the step. Unset: all at the step.
+        old_logps_max_age (`int`, *optional*):
+            Optimizer steps after which a rollout's old log-probs are taken anew when it is used, free of cost; the engine's
+            log-probs then carry the correction. Unset: never.
+        group_rollouts_by_length (`bool`, *optional*):
+            Put rollouts of like length into the same slice, among slices that share their optimizer windows. Unset: where it
+            is known not to change the gradient. False: never. True: with a `_compute_loss` of your own as well.
+        logps_micro_batch_size (`int`, *optional*):
+            Rows per forward of the actor without gradient. Unset: `per_device_train_batch_size`.
+        ref_logps_micro_batch_size (`int`, *optional*):
+            Rows per forward of the reference model. Unset: `per_device_train_batch_size`.
+        logps_max_tokens (`int`, *optional*):
+            Tokens, padding included, per forward without gradient, of actor and reference; a hard cap, except that a
+            longer row runs alone. Unset: no cap.
     """
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]
 
-    vllm_dtype: str | None = field(
-        default=None, metadata={"help": "dtype of the colocated vLLM engine; unset: the actor's."}
-    )
+    vllm_dtype: str | None = field(default=None, metadata={"help": "dtype of the colocated vLLM engine; unset: the actor's."})
     vllm_engine_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Further arguments of vllm.LLM, as a JSON object on the command line."}
     )
@@ -79,6 +99,30 @@ class GRPOExtConfig(GRPOConfig):
         default=None, metadata={"help": "Seed from which every rollout's own sampling seed is derived."}
     )
 
+    old_logps: str = field(
+        default="window",
+        metadata={"help": "Where old log-probs come from: 'window' (when due, else free), 'always', or 'rollout'."},
+    )
+    old_logps_budget: int | None = field(
+        default=None, metadata={"help": "Rows per micro-step whose old log-probs are computed ahead of the step."}
+    )
+    old_logps_max_age: int | None = field(
+        default=None, metadata={"help": "Optimizer steps after which old log-probs are taken anew at the next use."}
+    )
+    group_rollouts_by_length: bool | None = field(
+        default=None,
+        metadata={"help": "Put rollouts of like length into the same slice; unset: where the gradient stays the same."},
+    )
+    logps_micro_batch_size: int | None = field(
+        default=None, metadata={"help": "Rows per forward of the actor without gradient; unset: the training batch's."}
+    )
+    ref_logps_micro_batch_size: int | None = field(
+        default=None, metadata={"help": "Rows per forward of the reference model; unset: the training batch's."}
+    )
+    logps_max_tokens: int | None = field(
+        default=None, metadata={"help": "Tokens, padding included, per forward without gradient: a hard cap."}
+    )
+
     def __post_init__(self) -> None:
         self._choose_backend()
         self._check_deepspeed_on_cpu()
@@ -88,6 +132,8 @@ class GRPOExtConfig(GRPOConfig):
         self._check_tensor_parallel()
         super().__post_init__()
         self._check_engine_fields()
+        self._check_old_logps()
+        self._check_sizes()
 
     # ---- chosen for the user ---------------------------------------------------------------------------------------
     def _choose_backend(self) -> None:
@@ -177,15 +223,41 @@ class GRPOExtConfig(GRPOConfig):
                 f"must span the same number of ranks. Set it to one of {works}, or start a multiple of {size} processes."
             )
 
+    def _check_old_logps(self) -> None:
+        if self.old_logps not in OLD_LOGPS:
+            raise ValueError(
+                f"old_logps={self.old_logps!r} is none of {', '.join(OLD_LOGPS)}. Set 'window', which computes what is due."
+            )
+        if self.old_logps_max_age is None:
+            return
+        if self.old_logps_max_age < 0:
+            raise ValueError(
+                f"old_logps_max_age={self.old_logps_max_age}: an age in optimizer steps cannot be negative. Set 0 to take old "
+                "log-probs anew at every use after a step, a larger number for older rollouts only, or leave it unset."
+            )
+        if not (self.use_vllm and self.vllm_importance_sampling_correction):
+            raise ValueError(
+                f"old_logps_max_age={self.old_logps_max_age} moves the anchor of old rollouts to the current policy, and only "
+                "the engine's log-probs and their correction lead back to the policy that sampled them; with "
+                f"use_vllm={self.use_vllm} and vllm_importance_sampling_correction="
+                f"{self.vllm_importance_sampling_correction} there are none. Set both to True, or leave the age unset."
+            )
+
+    def _check_sizes(self) -> None:
+        works = {"old_logps_budget": self.per_device_train_batch_size, "logps_max_tokens": self.max_completion_length}
+        names = (*works, "logps_micro_batch_size", "ref_logps_micro_batch_size")
+        for name in names:
+            value, good = getattr(self, name), works.get(name, self.per_device_train_batch_size)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: nothing fits into that. Set {name}={good} or more, or leave it unset.")
+
     def _check_engine_fields(self) -> None:
         if self.vllm_dtype not in (None, *VLLM_DTYPES):
             raise ValueError(
                 f"vllm_dtype={self.vllm_dtype!r} is none of {', '.join(VLLM_DTYPES)}. Leave it unset to take the actor's."
             )
         if self.vllm_weight_sync not in WEIGHT_SYNCS:
-            raise ValueError(
-                f"vllm_weight_sync={self.vllm_weight_sync!r} is none of {', '.join(WEIGHT_SYNCS)}. Set 'merged'."
-            )
+            raise ValueError(f"vllm_weight_sync={self.vllm_weight_sync!r} is none of {', '.join(WEIGHT_SYNCS)}. Set 'merged'.")
         if self.vllm_weight_sync == "adapter" and self.vllm_enable_sleep_mode:
             raise ValueError(
                 "vllm_weight_sync='adapter' was given with vllm_enable_sleep_mode=True. A sleeping engine drops the base "
@@ -199,7 +271,7 @@ class GRPOExtConfig(GRPOConfig):
         if self.vllm_engine_kwargs is not None and not isinstance(self.vllm_engine_kwargs, dict):
             raise ValueError(
                 f"vllm_engine_kwargs={self.vllm_engine_kwargs!r} is no mapping. Give a dict, or a JSON object such as "
-                '\'{"enforce_eager": true}\' on the command line.'
+                "'{\"enforce_eager\": true}' on the command line."
             )
         for name in self.vllm_engine_kwargs or {}:
             if name in RESERVED_ENGINE_KWARGS:

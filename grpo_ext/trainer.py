@@ -10,6 +10,7 @@ from trl import GRPOTrainer
 from grpo_ext import _trl
 from grpo_ext.config import GRPOExtConfig
 from grpo_ext.consistency.monitor import ProbDiffMonitor
+from grpo_ext.logprobs.anchors import Anchors
 from grpo_ext.rollout.scores import check_rollout_scores
 from grpo_ext.timing import PhaseTimes, StepTimes, timing_metrics
 
@@ -22,7 +23,10 @@ class GRPOExtMixin:
     Overrides, and what each adds:
         __init__                  checks first; a `ColocatedEngine` where TRL would start its own
         _generate                 the engine's log-probs are held against its tokens, unscored ones counted
-        _generate_and_score_completions   rollout and actor are compared, token by token
+        _generate_and_score_completions   neither old log-probs nor the engine's ratio are computed there any more ...
+        _prepare_inputs           ... but here, when an optimizer step is about to make them too late; rows grouped and trimmed
+        compute_loss              ... or taken from the loss's own forward, free
+        _get_per_token_logps_and_entropies   micro-batches of like length where no gradient is needed
         _calculate_rewards, training_step, log   phase times, and the monitor's aggregates
         _load_from_checkpoint,
         _load_best_model          the engine is told that the weights changed
@@ -46,6 +50,7 @@ class GRPOExtMixin:
         self.monitor = ProbDiffMonitor()
         with _trl.engine_injected(self._build_engine):
             super().__init__(model, *args, **kwargs)
+        self.anchors = Anchors(self)
         self.add_callback(_RunEvents(self))
 
     def _setting(self, name: str) -> Any:
@@ -96,11 +101,20 @@ class GRPOExtMixin:
         return result
 
     def _generate_and_score_completions(self, inputs: list) -> dict[str, Any]:
-        rows = super()._generate_and_score_completions(inputs)
-        mu, pi = rows.get("sampling_per_token_logps"), rows.get("old_per_token_logps")
-        if mu is not None and pi is not None:
-            self.monitor.observe(self._mode, mu, pi, loss_mask(rows), self.accelerator.reduce, self.accelerator.gather)
-        return rows
+        with self.anchors.generating():
+            rows = super()._generate_and_score_completions(inputs)
+        return self.anchors.received(rows)
+
+    # ---- old log-probs: taken when due, or free --------------------------------------------------------------------
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        return self.anchors.prepared(super()._prepare_inputs(generation_batch))
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple:
+        return self.anchors.score(super()._get_per_token_logps_and_entropies, model, *args, **kwargs)
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self.anchors.of_loss(model, inputs):
+            return super().compute_loss(model, inputs, *args, **kwargs)
 
     # ---- times and logs --------------------------------------------------------------------------------------------
     @property
@@ -117,17 +131,11 @@ class GRPOExtMixin:
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = self._mode
-        own = self.monitor.drain(mode)
+        own = self.monitor.drain(mode) | self.anchors.drain(mode)
         if mode == "train":
             own |= timing_metrics(self.phase_times.drain(), self.step_times.drain())
         self._metrics[mode].update({name: [value] for name, value in own.items()})
         super().log(logs, start_time)
-
-
-def loss_mask(rows: dict[str, Any]) -> torch.Tensor:
-    """(B, T): the completion tokens that the policy sampled, without those a tool wrote."""
-    mask = rows["completion_mask"]
-    return mask * rows["tool_mask"] if "tool_mask" in rows else mask
 
 
 class GRPOExtTrainer(GRPOExtMixin, GRPOTrainer):
@@ -135,7 +143,7 @@ class GRPOExtTrainer(GRPOExtMixin, GRPOTrainer):
 
 
 class _RunEvents(TrainerCallback):
-    """What the trainer must learn from its own loop: where training begins, and where an optimizer step begins and ends."""
+    """What the trainer must learn from its own loop: where training, an epoch and an optimizer step begin and end."""
 
     def __init__(self, trainer: GRPOExtMixin):
         self._trainer = trainer
@@ -143,9 +151,14 @@ class _RunEvents(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # A checkpoint may have been loaded by now; DeepSpeed does it past `_load_from_checkpoint`.
         self._trainer.mark_weights_changed()
+        self._trainer.anchors.train_begins()
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.anchors.epoch_begins()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.step_times.begin(state.num_input_tokens_seen)
+        self._trainer.anchors.window_begins()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.step_times.end(state.num_input_tokens_seen)

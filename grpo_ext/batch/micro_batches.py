@@ -15,7 +15,7 @@ from grpo_ext.batch.padding import Lengths
 
 @dataclass(frozen=True)
 class Chunks:
-    """rows: row numbers of each forward, short rows first. idle: trailing forwards made only to keep step with other ranks.
+    """rows: row numbers of each forward, short rows in the first. idle: trailing forwards that only keep step with other ranks.
     alone: rows longer than the token budget, each of which makes a chunk of its own."""
 
     rows: tuple[tuple[int, ...], ...]
@@ -59,7 +59,7 @@ def cut(lengths: Lengths, max_rows: int | None = None, max_tokens: int | None = 
             alone += max_tokens is not None and p + t > max_tokens
         chunks[-1].append(i)
         longest_prompt, longest_completion = p, t
-    return Chunks(tuple(tuple(chunk) for chunk in chunks), alone=alone)
+    return Chunks(tuple(tuple(sorted(chunk)) for chunk in chunks), alone=alone)
 
 
 def in_lockstep(chunks: Chunks, n_forwards: int) -> Chunks:

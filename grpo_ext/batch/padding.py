@@ -7,10 +7,12 @@ otherwise. B rows, P prompt tokens (padded on the left), T completion tokens (pa
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
-from grpo_ext.batch.rollouts import Rows, n_rows, span
+from grpo_ext.batch.rollouts import Rows, join, n_rows, span
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,26 @@ def trim(rows: Rows, pad_to_multiple_of: int | None = None) -> Rows:
     cut = {"prompt": slice(P - p, P), "completion": slice(0, t), "both": slice(P - p, P + t)}
     kinds = {key: span(key, value, rows) for key, value in rows.items()}
     return {key: value[:, cut[kinds[key]]] if kinds[key] in cut else value for key, value in rows.items()}
+
+
+def rounded(lengths: Lengths, multiple: int | None = None) -> Lengths:
+    """Columns that rows need, each alone: at least one for the completion, multiples where asked for."""
+    step = multiple or 1
+    up = [-(-each // step) * step for each in (lengths.prompt.clamp(min=1), lengths.completion.clamp(min=1))]
+    return Lengths(*up)
+
+
+def stack(parts: Sequence[Rows]) -> Rows:
+    """Rows of slices that were trimmed to different widths, padded to the widest and joined."""
+    P = max(rows["prompt_ids"].size(1) for rows in parts)
+    T = max(rows["completion_ids"].size(1) for rows in parts)
+
+    def widen(key: str, value: Any, rows: Rows) -> Any:
+        left, right = P - rows["prompt_ids"].size(1), T - rows["completion_ids"].size(1)
+        sides = {"prompt": (left, 0), "completion": (0, right), "both": (left, right)}.get(span(key, value, rows), (0, 0))
+        return pad(value, (*(0, 0) * (value.dim() - 2), *sides)) if any(sides) else value
+
+    return join([{key: widen(key, value, rows) for key, value in rows.items()} for rows in parts])
 
 
 def length_order(lengths: Lengths, sizes: Sequence[int]) -> list[int]:

@@ -6,6 +6,7 @@ Brings You Off-Policy RL Training", and masked importance sampling, IcePop). old
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,10 @@ class RatioStats:
 
     def __add__(self, other: "RatioStats") -> "RatioStats":
         return RatioStats(self.sums + other.sums, torch.maximum(self.highs, other.highs))
+
+    def over_ranks(self, reduce: Callable[..., torch.Tensor], gather: Callable[[torch.Tensor], torch.Tensor]) -> "RatioStats":
+        """Those of all ranks, by one sum and one gather (collectives: every rank calls alike)."""
+        return RatioStats(reduce(self.sums, reduction="sum"), gather(self.highs[None]).amax(dim=0))
 
 
 def ratio_stats(old_BT: torch.Tensor, mu_BT: torch.Tensor, mask_BT: torch.Tensor, ratio: EngineRatio) -> RatioStats:

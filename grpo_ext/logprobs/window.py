@@ -95,6 +95,13 @@ def cells(remaining: Sequence[Use], slices: int) -> list[list[int]]:
     return [sorted(cell, key=lambda number: order.get(number, slices)) for cell in by_windows.values()]
 
 
+def ending_now(remaining: Sequence[Use]) -> list[Use]:
+    """The same uses where the loop itself says that this micro-step ends in a step: every later one lies beyond it."""
+    first, later = remaining[0], remaining[1:]
+    shift = int(bool(later) and later[0].window == first.window)
+    return [first, *(Use(use.slice, use.window + shift) for use in later)]
+
+
 def due(
     remaining: Sequence[Use],
     anchored: Collection[int],

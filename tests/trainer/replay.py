@@ -33,7 +33,9 @@ def train(
 ) -> Any:
     """A finished trainer; `history` (logs of the steps), `forwards` (counts) and `rollouts` on it."""
     kind = GRPOExtConfig if issubclass(trainer, GRPOExtTrainer) or "old_logps" in config else GRPOConfig
-    kwargs = config_kwargs(out, **{**dict(use_vllm=True, max_steps=4, num_generations=4, per_device_train_batch_size=4), **config})
+    kwargs = config_kwargs(
+        out, **{**dict(use_vllm=True, max_steps=4, num_generations=4, per_device_train_batch_size=4), **config}
+    )
     func = func or rollouts()
     made = recorded(trainer)(
         model,
@@ -79,4 +81,4 @@ def worst_relative(stock: Any, ours: Any, name: str) -> float:
 
 def weight_difference(stock: Any, ours: Any) -> float:
     pairs = zip(stock.model.parameters(), ours.model.parameters(), strict=True)
-    return max(float((a - b).abs().max()) for a, b in pairs)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)

@@ -1,0 +1,58 @@
+"""Where grouping or trimming would change what is learned. Each function names the obstacle, or returns None.
+
+Checked by trial over loss types, correction modes, off-policy masks, tool masks and truncated rows: the gradient summed over an
+optimizer window stays the same for the losses in `NEUTRAL_LOSSES`. The others normalise, rank or balance within one slice.
+"""
+
+from typing import Any
+
+from trl import GRPOTrainer
+
+from grpo_ext.logprobs.forward import dynamic_rope_limit
+
+NEUTRAL_LOSSES = ("grpo", "dapo", "dr_grpo", "cispo", "sapo", "vespo", "luspo")
+
+
+def grouping_obstacle(trainer: Any, asked_for: bool = False) -> str | None:
+    """Why rows must stay in the slices TRL put them in. asked_for: whether the user set `group_rollouts_by_length=True`."""
+    if trainer.loss_type not in NEUTRAL_LOSSES:
+        return (
+            f"loss_type={trainer.loss_type!r} averages over the tokens of a slice, so which rows share one matters. "
+            "Set loss_type='dapo', which averages over the whole batch, to have them grouped."
+        )
+    if trainer.top_entropy_quantile < 1.0:
+        return (
+            f"top_entropy_quantile={trainer.top_entropy_quantile} takes its threshold from each slice. "
+            "Set top_entropy_quantile=1.0 to have them grouped."
+        )
+    if trainer._entropy_bonus_enabled:
+        return "the entropy bonus is a mean over each slice. Set entropy_coef=0.0 to have them grouped."
+    if trainer.aux_loss_enabled:
+        return (
+            "the load-balancing loss of this mixture of experts is taken over each slice. Set router_aux_loss_coef=0.0 to have "
+            "them grouped."
+        )
+    if not asked_for and type(trainer)._compute_loss is not GRPOTrainer._compute_loss:
+        return (
+            f"{type(trainer).__name__} brings its own `_compute_loss`, which may depend on the rows of a slice. Set "
+            "group_rollouts_by_length=True if it is a sum over rows."
+        )
+    return None
+
+
+def trimming_obstacle(trainer: Any, width: int) -> str | None:
+    """Why padding must stay on rows of `width` columns (prompt and completion)."""
+    low, high = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
+    clips = trainer.use_vllm and trainer.vllm_importance_sampling_correction
+    if clips and trainer.loss_type == "vespo" and ((low is not None and low > 1) or (high is not None and high < 1)):
+        return (
+            f"loss_type='vespo' sums the clipped log-ratio over padding too, where the bounds [{low}, {high}] make it differ "
+            "from 0. Set bounds that include 1 to have it cut."
+        )
+    limit = dynamic_rope_limit(trainer.model.config)
+    if limit is not None and width > limit:
+        return (
+            f"this model's rotary frequencies follow the width of the batch beyond {limit} tokens, and rows of {width} were "
+            "generated. Keep prompt plus completion within that to have it cut."
+        )
+    return None
