@@ -46,14 +46,14 @@ def build_model() -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
-def warm_up(directory: Path, steps: int = 200, batch_size: int = 128, seed: int = 0) -> None:
+def warm_up(directory: Path, steps: int = 220, batch_size: int = 128, seed: int = 0) -> None:
     """Teach a fresh model by `steps` supervised steps and save it, with its tokenizer, in `directory`."""
     torch.manual_seed(seed)
     model, tokenizer = build_model(), build_tokenizer()
     train, _ = sums()
     chooser = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=steps)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
     model.train()
     for _ in range(steps):
         batch = chooser.sample(train, batch_size)

@@ -25,17 +25,17 @@ from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 
 @dataclass
 class TaskArguments:
-    warm_up_steps: int = field(default=200, metadata={"help": "Supervised steps before GRPO."})
+    warm_up_steps: int = field(default=220, metadata={"help": "Supervised steps before GRPO."})
 
 
 def main() -> None:
     task, config = TrlParser((TaskArguments, GRPOExtConfig)).parse_args_and_config()
     out = Path(config.output_dir)
-    start = out / f"warm-{task.warm_up_steps}"
+    start = out / "warm"
     rank = config.distributed_state
 
     with rank.main_process_first():
-        if rank.is_main_process and not (start / "model.safetensors").exists():
+        if rank.is_main_process:
             print(f"Teaching a fresh model for {task.warm_up_steps} supervised steps ...", flush=True)
             threads = torch.get_num_threads()
             torch.set_num_threads(2)  # the other rank is waiting
