@@ -11,6 +11,7 @@ from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from tests.tiny import config_kwargs, sums
 
 VOCAB = 98
+OWN = ("old_logps", "group_rollouts", "logps_", "ref_logps_")  # what stock TRL's configuration does not have
 
 
 def rollouts(**kwargs: Any) -> RecordedRollouts:
@@ -29,13 +30,16 @@ def train(
     evaluate: bool = False,
     peft_config: Any = None,
     resume: str | None = None,
+    ranks: bool = False,
     **config: Any,
 ) -> Any:
     """A finished trainer; `history` (logs of the steps), `forwards` (counts) and `rollouts` on it."""
-    kind = GRPOExtConfig if issubclass(trainer, GRPOExtTrainer) or "old_logps" in config else GRPOConfig
+    kind = GRPOExtConfig if issubclass(trainer, GRPOExtTrainer) or ranks else GRPOConfig
     kwargs = config_kwargs(
         out, **{**dict(use_vllm=True, max_steps=4, num_generations=4, per_device_train_batch_size=4), **config}
     )
+    if ranks:
+        del kwargs["use_cpu"]  # chosen by the configuration
     func = func or rollouts()
     made = recorded(trainer)(
         model,
@@ -58,8 +62,7 @@ def train(
 
 def both(model: Any, out: Any, stock: type = GRPOTrainer, ours: type = GRPOExtTrainer, **kwargs: Any) -> tuple[Any, Any]:
     """The same run by stock TRL and by us."""
-    own = ("old_logps", "group_rollouts", "logps_", "ref_logps_")
-    theirs = {key: value for key, value in kwargs.items() if not key.startswith(own)}
+    theirs = {key: value for key, value in kwargs.items() if not key.startswith(OWN)}
     make = kwargs.get("func")
     runs = []
     for trainer, arguments in ((stock, theirs), (ours, kwargs)):
