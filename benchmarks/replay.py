@@ -1,9 +1,9 @@
 """Identical rollouts for two trainers: recorded completions and log-probs take the place of an engine.
 
-`RecordedRollouts` is a `rollout_func` whose output depends on nothing but (seed, number of the call, rank). `recorded(Trainer)` is
-that trainer with the engine replaced by one that only accepts weights, so that `use_vllm=True` switches TRL's importance correction
-on as it would be with a real one. Both sides then see the same tokens, log-probs, rewards and shuffle, and all that differs is how
-they train on them.
+`RecordedRollouts` is a `rollout_func` whose output depends on nothing but (seed, number of the call, rank). `recorded(Trainer)`
+is that trainer with the engine replaced by one that only accepts weights, so that `use_vllm=True` switches TRL's importance
+correction on as it would be with a real one. Both sides then see the same tokens, log-probs, rewards and shuffle, and all that
+differs is how they train on them.
 """
 
 import random
@@ -37,23 +37,27 @@ class RecordedRollouts:
         completion, prompt: lengths in tokens.
         noise: standard deviation in nats of the log-probs around log(1 / vocab).
         unscored: share of tokens for which the engine gave no log-prob (None).
-        end: token id that ends a completion (None: some end without it and count as truncated).
+        end: token id that ends a completion. truncated: share of completions without it.
+        tools: whether some tokens of a completion are a tool's.
+        by_rank: lengths of the completions of each rank, in turns, instead of `completion`.
     """
 
     def __init__(
         self,
         vocab: int,
         completion: Lengths,
-        prompt: Lengths = equal(16),
+        prompt: Lengths,
         seed: int = 0,
         noise: float = 0.1,
         unscored: float = 0.0,
-        end: int | None = 1,
+        end: int = 1,
         truncated: float = 0.0,
         tools: bool = False,
+        by_rank: Sequence[Sequence[int]] = (),
     ):
         self.vocab, self.completion, self.prompt, self.seed = vocab, completion, prompt, seed
         self.noise, self.unscored, self.end, self.truncated, self.tools = noise, unscored, end, truncated, tools
+        self.by_rank = by_rank
         self.calls = {"train": 0, "eval": 0}
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list]:
@@ -66,8 +70,9 @@ class RecordedRollouts:
         for row in range(len(prompts)):
             if row % group == 0:
                 shared = self._tokens(rng, self.prompt(rng))
-            ids = self._tokens(rng, self.completion(rng))
-            if self.end is not None and rng.random() >= self.truncated:
+            lengths = self.by_rank[rank] if self.by_rank else ()
+            ids = self._tokens(rng, lengths[row % len(lengths)] if lengths else self.completion(rng))
+            if rng.random() >= self.truncated:
                 ids[-1] = self.end
             result["prompt_ids"].append(list(shared))
             result["completion_ids"].append(ids)

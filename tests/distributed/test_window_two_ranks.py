@@ -63,8 +63,8 @@ def test_two_ranks_train_as_stock_trl_does(models, tmp_path, zero3):
 
 
 def test_lengths_as_uneven_as_can_be_do_not_hang(models, tmp_path):
-    """Case 8: [1000, 10, 10, 10] on one rank, [10, 10, 10, 10] on the other, 1,024 tokens to a forward: equal numbers of forwards."""
-    uneven = {0: [1000, 10, 10, 10], 1: [10, 10, 10, 10]}
+    """Case 8: [1000, 10, 10, 10] on one rank, [10] * 4 on the other, 1,024 tokens to a forward: as many forwards on both."""
+    uneven = [[1000, 10, 10, 10], [10, 10, 10, 10]]
     run = {**HALF, **SGD, "beta": 0.1, "logps_max_tokens": 1024, "stock": False, "max_completion_length": 1000}
     reports = run_ranks(
         "tests.distributed.window_jobs:compare",

@@ -1,4 +1,4 @@
-"""What the ranks do in the tests of the window check: stock TRL and ours, one after the other, on the same recorded rollouts."""
+"""What the ranks do in the tests of the window check: stock TRL and ours, in turn, on the same recorded rollouts."""
 
 from typing import Any
 
