@@ -169,7 +169,7 @@ def _read_merged(base: nn.Module, layers: list[Any], names: list[str]) -> list[t
             parameters[name].data = data.clone()
         for layer in layers:
             if not layer.disable_adapters:
-                layer.merge(safe_merge=True)
+                layer.merge()  # not `safe_merge`: that copies and checks once more what is a copy already
         return [getattr(base, name).data for name in names]
     finally:
         base._parameters.update(parameters)
