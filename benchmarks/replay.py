@@ -16,7 +16,7 @@ import torch
 Lengths = Callable[[random.Random], int]
 
 
-def lognormal(median: float = 55, sigma: float = 0.9, cap: int = 256) -> Lengths:
+def lognormal(median: float = 55, sigma: float = 0.8, cap: int = 256) -> Lengths:
     """Long-tailed lengths, as completions of reasoning models have."""
     return lambda rng: max(1, min(cap, round(rng.lognormvariate(0, sigma) * median)))
 
@@ -154,3 +154,14 @@ class ForwardCount:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def plain_tokenizer(vocab: int) -> Any:
+    """A tokenizer of `vocab` words, 0 to 2 being padding, end and unknown."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(3, vocab))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")

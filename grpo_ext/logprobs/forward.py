@@ -87,13 +87,18 @@ def is_plain(kwargs: dict[str, Any]) -> bool:
     return not kwargs.get("compute_aux_loss") and all(kwargs.get(key) is None for key in MULTIMODAL_KEYS)
 
 
+def is_prompt_learning(model: Any) -> bool:
+    """Whether an adapter of `model` puts virtual tokens before the row (prompt, prefix and P-tuning)."""
+    return any(getattr(adapter, "is_prompt_learning", False) for adapter in getattr(model, "peft_config", {}).values())
+
+
 def has_absolute_positions(model: Any) -> bool:
     """Whether a text model has an embedding per absolute position, which left padding shifts unless it is told positions."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = getattr(base, "config", None)
     if config is None or config.get_text_config() is not config:
         return False  # a composite model numbers its own positions, images included
-    if any(getattr(adapter, "is_prompt_learning", False) for adapter in getattr(model, "peft_config", {}).values()):
+    if is_prompt_learning(model):
         return False  # PEFT drops position ids there, with a warning
     if "position_ids" not in inspect.signature(base.forward).parameters:
         return False

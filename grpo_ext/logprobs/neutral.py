@@ -8,7 +8,7 @@ from typing import Any
 
 from trl import GRPOTrainer
 
-from grpo_ext.logprobs.forward import dynamic_rope_limit
+from grpo_ext.logprobs.forward import dynamic_rope_limit, is_prompt_learning
 
 NEUTRAL_LOSSES = ("grpo", "dapo", "dr_grpo", "cispo", "sapo", "vespo", "luspo")
 
@@ -48,6 +48,11 @@ def trimming_obstacle(trainer: Any, width: int) -> str | None:
         return (
             f"loss_type='vespo' sums the clipped log-ratio over padding too, where the bounds [{low}, {high}] make it differ "
             "from 0. Set bounds that include 1 to have it cut."
+        )
+    if is_prompt_learning(trainer.model):
+        return (
+            "this adapter puts its virtual tokens before the padding, so that padding moves them away from the prompt. Train a "
+            "LoRA adapter to have it cut."
         )
     limit = dynamic_rope_limit(trainer.model.config)
     if limit is not None and width > limit:
