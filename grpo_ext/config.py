@@ -53,8 +53,8 @@ class GRPOExtConfig(GRPOConfig):
             What is pushed to the engine when the actor is a PEFT model: "merged" pushes full weights with the adapter
             folded in (any PEFT kind that can be merged), "adapter" pushes the LoRA matrices only (plain LoRA, no sleep mode).
         weight_sync_bucket_mb (`float`, defaults to `512`):
-            Upper bound, in MiB, of the parameters that ZeRO-3 gathers at once during a push. A single larger parameter is
-            gathered alone.
+            Upper bound, in MiB, of the memory that one ZeRO-3 gather takes during a push (twice the size of the parameters
+            in it, for DeepSpeed holds them as received and as put together). A single larger parameter is gathered alone.
         rollout_seed (`int`, *optional*):
             Seed from which every rollout's own sampling seed is derived, by (generation call, row over all ranks).
             Unset: the engine's generator draws, except with tensor parallelism, where per-rollout seeds are
@@ -93,7 +93,7 @@ class GRPOExtConfig(GRPOConfig):
         metadata={"help": "What a push carries for a PEFT actor: 'merged' weights or only the LoRA 'adapter'."},
     )
     weight_sync_bucket_mb: float = field(
-        default=512, metadata={"help": "MiB of parameters that ZeRO-3 gathers at once during a weight push."}
+        default=512, metadata={"help": "MiB of memory that one ZeRO-3 gather may take during a weight push."}
     )
     rollout_seed: int | None = field(
         default=None, metadata={"help": "Seed from which every rollout's own sampling seed is derived."}

@@ -40,7 +40,7 @@ class ColocatedEngine(VLLMGeneration):
         dtype: engine dtype, or None for the actor's.
         engine_kwargs: further arguments of `vllm.LLM`.
         weight_sync: "merged" or "adapter" (see `GRPOExtConfig.vllm_weight_sync`).
-        bucket_mb: MiB gathered at once under ZeRO-3.
+        bucket_mb: MiB that one gather may take under ZeRO-3.
         rollout_seed: base of the per-rollout seeds, or None to let the engine draw.
         phase_times: where generation ("gen") and pushes ("sync_weights") are timed.
 
@@ -155,9 +155,9 @@ class ColocatedEngine(VLLMGeneration):
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._dist.is_fsdp:
             return self._iter_named_params()
-        return iter_weights(
-            self._units, self._names, self.bucket_mb * MIB, self._dist.gather_params, partitioned=self._dist.is_zero3
-        )
+        # Half a bucket of parameters: while it gathers, DeepSpeed holds them twice, as received and as put together.
+        limit = self.bucket_mb * MIB / 2
+        return iter_weights(self._units, self._names, limit, self._dist.gather_params, partitioned=self._dist.is_zero3)
 
     def _push_adapter(self) -> None:
         config, tensors = adapter_payload(self.model, self._dist.gather_params)
