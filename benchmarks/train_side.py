@@ -75,7 +75,7 @@ def build_model(folder: Path) -> None:
     plain_tokenizer(VOCAB).save_pretrained(folder)
 
 
-def make_trainer(kind: str, case: str, folder: Path, steps: int, **config: Any) -> Any:
+def make_trainer(kind: str, case: str, folder: Path, steps: int, seed: int) -> Any:
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import PrinterCallback
@@ -107,7 +107,6 @@ def make_trainer(kind: str, case: str, folder: Path, steps: int, **config: Any) 
         save_strategy="no",
         disable_tqdm=True,
         **({} if "zero3" in extras else {"use_cpu": True}),
-        **config,
     )
     adapter = LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False) if "lora" in extras else None
     trainer = recorded(GRPOTrainer if kind == "trl" else GRPOExtTrainer)(
@@ -115,7 +114,7 @@ def make_trainer(kind: str, case: str, folder: Path, steps: int, **config: Any) 
         token_reward,
         args,
         Dataset.from_dict({"prompt": [f"{i}" for i in range(512)]}),
-        rollout_func=Timed(RecordedRollouts(VOCAB, completion, equal(PROMPT))),
+        rollout_func=Timed(RecordedRollouts(VOCAB, completion, equal(PROMPT), seed)),
         peft_config=adapter,
     )
     trainer.remove_callback(PrinterCallback)
@@ -137,14 +136,14 @@ class Timed:
             self.cpu += time.process_time() - cpu
 
 
-def run_once(kind: str, case: str, folder: Path, steps: int, **config: Any) -> dict[str, Any]:
+def run_once(kind: str, case: str, folder: Path, steps: int, seed: int = 0) -> dict[str, Any]:
     """Train `steps` optimizer steps from the same start; seconds without rollouts, forwards, per-step gradient norms."""
     import torch
 
     from benchmarks.replay import ForwardCount
 
     torch.manual_seed(0)
-    trainer = make_trainer(kind, case, folder, steps, **config)
+    trainer = make_trainer(kind, case, folder, steps, seed)
     counts = ForwardCount()
     with counts.watching(trainer):
         wall, cpu = time.perf_counter(), time.process_time()
@@ -170,21 +169,24 @@ def steps_of(case: str) -> int:
 
 
 def measure(case: str, folder: Path, rounds: int) -> dict[str, Any]:
-    """A B A B on this rank: ratio of wall and CPU time, work done, and how far the gradients are apart."""
+    """A B A B on this rank, each round with rollouts of its own: ratio of times, work done, how far gradients are apart."""
     steps = steps_of(case)
     for kind in ("trl", "ours"):
         run_once(kind, case, folder, 1)
     runs: dict[str, list[dict[str, Any]]] = {"trl": [], "ours": []}
-    for _ in range(rounds):
+    for seed in range(rounds):
         for kind in ("trl", "ours"):
-            runs[kind].append(run_once(kind, case, folder, steps))
-    trl, ours = runs["trl"][0], runs["ours"][0]
+            runs[kind].append(run_once(kind, case, folder, steps, seed))
 
     def ratio(name: str) -> float:
         return sum(run[name] for run in runs["ours"]) / sum(run[name] for run in runs["trl"])
 
-    def share(run: dict[str, Any]) -> float:
-        return run["forwards"]["grad"]["real"] / run["forwards"]["grad"]["tokens"]
+    def count(kind: str, what: str) -> list[int]:
+        return [sum(run["forwards"][kind][what] for run in runs[side]) for side in ("trl", "ours")]
+
+    def apart(name: str, relative: bool) -> float:
+        both = [(a, b) for trl, ours in zip(*runs.values(), strict=True) for a, b in zip(trl[name], ours[name], strict=True)]
+        return max(abs(b / a - 1) if relative else abs(b - a) for a, b in both)
 
     pairs = [(a["wall_s"], b["wall_s"]) for a, b in zip(runs["trl"], runs["ours"], strict=True)]
     return {
@@ -195,11 +197,11 @@ def measure(case: str, folder: Path, rounds: int) -> dict[str, Any]:
         "pair_ratios": [b / a for a, b in pairs],
         "trl_wall_s": [a for a, _ in pairs],
         "ours_wall_s": [b for _, b in pairs],
-        "no_grad_rows": [trl["forwards"]["no_grad"]["rows"], ours["forwards"]["no_grad"]["rows"]],
-        "reference_rows": [trl["forwards"]["reference"]["rows"], ours["forwards"]["reference"]["rows"]],
-        "real_token_share": [share(trl), share(ours)],
-        "grad_norm_apart": max(abs(b / a - 1) for a, b in zip(trl["grad_norm"], ours["grad_norm"], strict=True)),
-        "loss_apart": max(abs(b - a) for a, b in zip(trl["loss"], ours["loss"], strict=True)),
+        "no_grad_rows": count("no_grad", "rows"),
+        "reference_rows": count("reference", "rows"),
+        "real_token_share": [a / b for a, b in zip(count("grad", "real"), count("grad", "tokens"), strict=True)],
+        "grad_norm_apart": apart("grad_norm", relative=True),
+        "loss_apart": apart("loss", relative=False),
     }
 
 

@@ -94,6 +94,7 @@ class GRPOExtMixin:
     # ---- rollouts --------------------------------------------------------------------------------------------------
     def _generate(self, prompts: list) -> tuple:
         result = super()._generate(prompts)
+        self.anchors.passes.generated()
         completion_ids, logprobs = result[1], result[4]
         if logprobs is not None:
             scores = check_rollout_scores(completion_ids, logprobs)
@@ -101,7 +102,7 @@ class GRPOExtMixin:
         return result
 
     def _generate_and_score_completions(self, inputs: list) -> dict[str, Any]:
-        with self.anchors.generating():
+        with self.anchors.passes.generating():
             rows = super()._generate_and_score_completions(inputs)
         return self.anchors.received(rows)
 
@@ -110,7 +111,7 @@ class GRPOExtMixin:
         return self.anchors.prepared(super()._prepare_inputs(generation_batch))
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple:
-        return self.anchors.score(super()._get_per_token_logps_and_entropies, model, *args, **kwargs)
+        return self.anchors.passes.score(super()._get_per_token_logps_and_entropies, model, *args, **kwargs)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         with self.anchors.of_loss(model, inputs):
@@ -154,11 +155,11 @@ class _RunEvents(TrainerCallback):
         self._trainer.anchors.train_begins()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer.anchors.epoch_begins()
+        self._trainer.anchors.position.epoch_begins()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.step_times.begin(state.num_input_tokens_seen)
-        self._trainer.anchors.window_begins()
+        self._trainer.anchors.position.window_begins()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.step_times.end(state.num_input_tokens_seen)

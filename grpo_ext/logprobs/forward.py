@@ -4,22 +4,21 @@ Everything goes through the trainer's own `_get_per_token_logps_and_entropies`, 
 head, autocast and PEFT keep doing their work. Knows the trainer; the arithmetic is in `grpo_ext.batch`.
 """
 
-import inspect
-import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
+from grpo_ext import _trl
 from grpo_ext.batch.micro_batches import Chunks, cut, in_lockstep, put_back
-from grpo_ext.batch.padding import lengths_of, position_ids, rounded
+from grpo_ext.batch.padding import lengths_of, rounded
 from grpo_ext.batch.rollouts import MULTIMODAL_KEYS
+from grpo_ext.logprobs.neutral import trimming_obstacle
+from grpo_ext.logprobs.positions import has_absolute_positions, positions_passed
+from grpo_ext.notices import Notices
 
 Scored = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-
-# Modules that hold one vector per absolute position (GPT-2 and GPT-Neo: wpe; OPT, XGLM, BioGPT: embed_positions; ...).
-_ABSOLUTE_POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|positions?_embed(ding)?s?|pos_emb(ed)?)$")
 
 
 def agree_on_maximum(accelerator: Any, value: int) -> int:
@@ -87,52 +86,91 @@ def is_plain(kwargs: dict[str, Any]) -> bool:
     return not kwargs.get("compute_aux_loss") and all(kwargs.get(key) is None for key in MULTIMODAL_KEYS)
 
 
-def is_prompt_learning(model: Any) -> bool:
-    """Whether an adapter of `model` puts virtual tokens before the row (prompt, prefix and P-tuning)."""
-    return any(getattr(adapter, "is_prompt_learning", False) for adapter in getattr(model, "peft_config", {}).values())
+class Passes:
+    """What becomes of each call of the trainer's log-prob method. `score` stands in for the method, which it is given."""
 
+    def __init__(self, trainer: Any, notices: Notices):
+        self._trainer, self._notices = trainer, notices
+        self._generating = self._omits_next = False
+        self._absolute: dict[int, bool] = {}
 
-def has_absolute_positions(model: Any) -> bool:
-    """Whether a text model has an embedding per absolute position, which left padding shifts unless it is told positions."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    config = getattr(base, "config", None)
-    if config is None or config.get_text_config() is not config:
-        return False  # a composite model numbers its own positions, images included
-    if is_prompt_learning(model):
-        return False  # PEFT drops position ids there, with a warning
-    if "position_ids" not in inspect.signature(base.forward).parameters:
-        return False
-    return any(_ABSOLUTE_POSITIONS.search(name) for name, _ in base.named_modules())
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Within, TRL computes neither its old pass nor the engine's ratio; the reference pass stays, and so do users' calls."""
+        trainer = self._trainer
+        held, trainer.vllm_importance_sampling_correction = trainer.vllm_importance_sampling_correction, False
+        self._generating = True
+        try:
+            yield
+        finally:
+            trainer.vllm_importance_sampling_correction, self._generating, self._omits_next = held, False, False
 
+    def generated(self) -> None:
+        """Tokens are there. What TRL calls next, by its static rule (the correction is off), is its old pass, if anything."""
+        args = self._trainer.args
+        lifetime = args.steps_per_generation * self._trainer.num_iterations
+        self._omits_next = self._generating and args.gradient_accumulation_steps % lifetime != 0
 
-@contextmanager
-def positions_passed(model: Any) -> Iterator[None]:
-    """Forwards of `model` within get position ids that count from each row's first real token.
+    def score(self, method: Any, model: Any, *args: Any, **kwargs: Any) -> Scored | tuple[None, None, None]:
+        """Nothing for TRL's old pass, micro-batches where no gradient flows, else the method itself."""
+        reference = self._is_reference(model)
+        if self._omits_next and not reference:
+            self._omits_next = False
+            return None, None, None
+        with ExitStack() as around:
+            if self._has_absolute_positions(model):
+                around.enter_context(positions_passed(model))
+            if self._generating and reference:
+                around.enter_context(self._trainer.phase_times.phase("ref_logps"))
+            if torch.is_grad_enabled() or not is_plain(kwargs):
+                return method(model, *args, **kwargs)
+            return self._micro_batched(method, reference, model, *args, **kwargs)
 
-    Source: vLLM and `generate` count so; TRL's log-prob forward passes none, and is up to 0.8 nats off on a left-padded GPT-2.
-    """
+    def _micro_batched(
+        self,
+        method: Any,
+        reference: bool,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> Scored:
+        trainer = self._trainer
+        rows = trainer._setting("ref_logps_micro_batch_size" if reference else "logps_micro_batch_size")
+        tokens = trainer._setting("logps_max_tokens")
+        return micro_batched(
+            method,
+            model,
+            input_ids,
+            attention_mask,
+            logits_to_keep,
+            max_rows=rows or (None if tokens else batch_size),
+            max_tokens=tokens,
+            trims=trimming_obstacle(trainer, input_ids.size(1)) is None,
+            multiple=trainer.pad_to_multiple_of,
+            accelerator=trainer.accelerator,
+            on_alone=self._alone,
+            **{key: value for key, value in kwargs.items() if value is not None and key != "compute_aux_loss"},
+        )
 
-    def add(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        mask = kwargs.get("attention_mask")
-        if kwargs.get("position_ids") is None and mask is not None and mask.dim() == 2:
-            kwargs = {**kwargs, "position_ids": position_ids(mask)}
-        return args, kwargs
+    def _is_reference(self, model: Any) -> bool:
+        trainer = self._trainer
+        if trainer.ref_model is not None:
+            return model is trainer.ref_model
+        return _trl.is_reference_pass(trainer.accelerator.unwrap_model(trainer.model))
 
-    handle = model.register_forward_pre_hook(add, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    def _has_absolute_positions(self, model: Any) -> bool:
+        if id(model) not in self._absolute:
+            self._absolute[id(model)] = has_absolute_positions(self._trainer.accelerator.unwrap_model(model))
+        return self._absolute[id(model)]
 
-
-def dynamic_rope_limit(config: Any) -> int | None:
-    """Width beyond which rotary frequencies follow the longest row of the batch, padding included; None where they never do."""
-    text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    variants = [each for each in (rope, *rope.values()) if isinstance(each, dict)]
-    limits = [
-        each.get("original_max_position_embeddings") or text.max_position_embeddings
-        for each in variants
-        if each.get("rope_type", each.get("type")) in ("dynamic", "longrope")
-    ]
-    return min(limits, default=None)
+    def _alone(self, n: int) -> None:
+        if n:
+            limit = self._trainer._setting("logps_max_tokens")
+            self._notices.once(
+                "alone",
+                f"{n} row(s) are longer than logps_max_tokens={limit}; such a row runs in a forward of its own. Raise "
+                "logps_max_tokens to the longest prompt plus completion if memory allows.",
+            )

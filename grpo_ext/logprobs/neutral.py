@@ -8,7 +8,7 @@ from typing import Any
 
 from trl import GRPOTrainer
 
-from grpo_ext.logprobs.forward import dynamic_rope_limit, is_prompt_learning
+from grpo_ext.logprobs.positions import dynamic_rope_limit, is_prompt_learning
 
 NEUTRAL_LOSSES = ("grpo", "dapo", "dr_grpo", "cispo", "sapo", "vespo", "luspo")
 

@@ -9,8 +9,11 @@ import transformers
 
 from benchmarks.replay import uniform
 from grpo_ext import GRPOExtTrainer
-from grpo_ext.logprobs.anchors import Anchors
-from grpo_ext.logprobs.forward import dynamic_rope_limit, has_absolute_positions, micro_batched
+from grpo_ext.logprobs.arrange import Arranger
+from grpo_ext.logprobs.forward import micro_batched
+from grpo_ext.logprobs.positions import dynamic_rope_limit, has_absolute_positions
+from grpo_ext.logprobs.window import Loop, uses
+from grpo_ext.notices import Notices
 from tests.tiny import build_tokenizer
 from tests.trainer.replay import VOCAB, both, rollouts, series, train, worst_relative
 from tests.unit.rows import cut, make_rows
@@ -194,16 +197,11 @@ def test_a_multimodal_batch_is_left_as_it_is():
     rows = make_rows([3, 1, 2, 1], [5, 1, 1, 2])
     slices = [one | {"pixel_values": torch.zeros(7, 3), "num_images": [1, 2]} for one in cut(rows, 2)]
     accelerator = SimpleNamespace(reduce=lambda tensor, reduction: tensor)
-    trainer = SimpleNamespace(
-        _buffered_inputs=list(slices), accelerator=accelerator, model=SimpleNamespace(training=True), pad_to_multiple_of=None
-    )
-    anchors = object.__new__(Anchors)
-    anchors.trainer, anchors.mode, anchors.real_tokens, anchors.processed_tokens = trainer, "window", 0.0, 0.0
-    before = [dict(one) for one in slices]
-    anchors._arrange()
-    for one, old in zip(trainer._buffered_inputs, before, strict=True):
-        assert {key: one[key] for key in old} == old or all(one[key] is old[key] for key in old)
-    assert [int(one["loss_tokens"]) for one in trainer._buffered_inputs] == [6, 3]
+    trainer = SimpleNamespace(accelerator=accelerator, model=SimpleNamespace(training=True))
+    arranged = Arranger(trainer, Notices()).arrange(slices, uses(Loop(2, 2, epoch=8), 0))
+    for one, old in zip(arranged, slices, strict=True):
+        assert all(one[key] is old[key] for key in old)
+    assert [int(one["loss_tokens"]) for one in arranged] == [6, 3]
 
 
 # ---- micro-batches -----------------------------------------------------------------------------------------------------

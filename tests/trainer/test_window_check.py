@@ -153,6 +153,28 @@ def test_always_recomputes_every_row_when_it_is_generated(model, tmp_path):
     assert worst_relative(always, window, "grad_norm") <= 1e-5
 
 
+def test_rollouts_and_rewards_may_score_tokens_themselves(model, tmp_path):
+    """Only TRL's own old pass is left out during generation; what a rollout_func or a reward asks for is computed."""
+    asked = []
+
+    class Scoring(GRPOExtTrainer):
+        def _calculate_rewards(self, *args, **kwargs):
+            ids = torch.arange(3, 13).reshape(1, 10)
+            with torch.no_grad():
+                asked.append(self._get_per_token_logps_and_entropies(self.model, ids, torch.ones_like(ids), 5)[0])
+            return super()._calculate_rewards(*args, **kwargs)
+
+    def func(prompts, trainer):
+        ids = torch.arange(3, 13).reshape(1, 10)
+        with torch.no_grad():
+            asked.append(trainer._get_per_token_logps_and_entropies(trainer.model, ids, torch.ones_like(ids), 5)[0])
+        return made(prompts, trainer)
+
+    made = rollouts()
+    train(Scoring, model, tmp_path, func=func, max_steps=1, gradient_accumulation_steps=1, steps_per_generation=2)
+    assert len(asked) == 2 and all(logps.shape == (1, 5) for logps in asked)
+
+
 def test_a_second_train_starts_with_fresh_rollouts(model, tmp_path):
     run = train(Watching, model, tmp_path, gradient_accumulation_steps=1, steps_per_generation=4, max_steps=2)
     run.seen.clear()

@@ -1,0 +1,65 @@
+"""Slices fresh from generation: rows of like length together, padding cut off, tokens counted. Knows the trainer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from grpo_ext.batch.padding import order_by_length, token_counts, trim
+from grpo_ext.batch.rollouts import Rows, is_multimodal, loss_mask, rearrange
+from grpo_ext.logprobs.neutral import grouping_obstacle, trimming_obstacle
+from grpo_ext.logprobs.window import Use, cells
+from grpo_ext.notices import Notices
+
+
+class Arranger:
+    """Groups, trims and counts; says once where it must not. Multimodal slices keep TRL's order and width."""
+
+    def __init__(self, trainer: Any, notices: Notices):
+        self._trainer, self._notices = trainer, notices
+        self._real = self._processed = 0.0  # tokens of the slices trained on, all ranks
+
+    def arrange(self, slices: Sequence[Rows], remaining: Sequence[Use]) -> list[Rows]:
+        """The slices of a generation batch as they will be used; `remaining` tells which of them share their windows."""
+        if not is_multimodal(slices[0]) and self._groups(len(slices)):
+            slices = rearrange(slices, cells(remaining, len(slices)), order_by_length)
+        return self.trimmed(slices)
+
+    def trimmed(self, slices: Sequence[Rows]) -> list[Rows]:
+        """Each slice cut to its own longest prompt and completion, its loss tokens counted."""
+        width = slices[0]["prompt_ids"].size(1) + slices[0]["completion_ids"].size(1)
+        trimmed = list(slices)
+        if not is_multimodal(slices[0]):
+            obstacle = trimming_obstacle(self._trainer, width)
+            if obstacle is None:
+                trimmed = [trim(rows, self._trainer.pad_to_multiple_of) for rows in slices]
+            else:
+                self._notices.once("trimming", f"Padding is not cut: {obstacle}")
+        self.count_tokens(trimmed)
+        return trimmed
+
+    def _groups(self, n_slices: int) -> bool:
+        wanted = self._trainer._setting("group_rollouts_by_length")
+        if wanted is False or n_slices == 1:
+            return False
+        obstacle = grouping_obstacle(self._trainer, asked_for=bool(wanted))
+        if obstacle is not None:
+            self._notices.once("grouping", f"Rollouts are not grouped by length: {obstacle}")
+        return obstacle is None
+
+    def count_tokens(self, slices: Sequence[Rows]) -> None:
+        """One sum over ranks for all slices: the weight of each in the exact means, and how much of them is padding."""
+        counts = [loss_mask(rows).sum() for rows in slices]
+        counts += [counts[0].new_tensor(count) for count in token_counts(slices)]
+        *counts, real, processed = self._trainer.accelerator.reduce(torch.stack(counts), reduction="sum")
+        for rows, count in zip(slices, counts, strict=True):
+            rows["loss_tokens"] = count
+        if self._trainer.model.training:
+            self._real += float(real)
+            self._processed += float(processed)
+
+    def drain(self) -> dict[str, float]:
+        """Share of real tokens, prompts included, among those of the slices arranged since the last call; {} without any."""
+        real, processed = self._real, self._processed
+        self._real = self._processed = 0.0
+        return {"perf/real_token_share": real / processed} if processed else {}
