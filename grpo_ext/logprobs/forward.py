@@ -96,7 +96,7 @@ class Passes:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Within, TRL computes neither its old pass nor the engine's ratio; the reference pass stays, and so do users' calls."""
+        """Within, TRL computes neither its old pass nor the engine's ratio; the reference pass stays, as do users' calls."""
         trainer = self._trainer
         held, trainer.vllm_importance_sampling_correction = trainer.vllm_importance_sampling_correction, False
         self._generating = True
