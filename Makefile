@@ -17,6 +17,9 @@ ifeq ($(GPU),yes)
 ACCELERATE := recipes/accelerate/zero3.yaml
 else
 ACCELERATE := recipes/accelerate/cpu_zero3.yaml
+demo: export DS_ACCELERATOR = cpu
+demo: export OMP_NUM_THREADS = 1
+demo: export TORCH_CPP_LOG_LEVEL = ERROR
 endif
 
 .PHONY: help setup demo test test-long bench lint format types clean

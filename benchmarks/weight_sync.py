@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from grpo_ext.console import quiet
+from grpo_ext.quiet import quiet
 
 quiet()
 

@@ -1,17 +1,9 @@
-"""What a run shows: one line a step above a progress bar, and none of the stack's chatter unless asked for.
+"""What a run shows while it trains: one readable line a step, above a progress bar."""
 
-`quiet()` is called before transformers, vLLM and DeepSpeed are imported, since some of them read the environment then.
-"""
-
-import logging
-import os
-import warnings
 from typing import Any
 
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
-
-VERBOSE_VARIABLE = "GRPO_EXT_VERBOSE"
 
 
 class StepLines(TrainerCallback):
@@ -54,30 +46,3 @@ def step_line(step: int, max_steps: int, logs: dict[str, float]) -> str:
     if times:
         parts.append(", ".join(f"{name} {seconds:.2f} s" for name, seconds in times.items()))
     return " | ".join(parts)
-
-
-def quiet() -> None:
-    """Turn the chatter of vLLM, DeepSpeed and transformers off; errors stay. Does nothing with GRPO_EXT_VERBOSE=1."""
-    if os.environ.get(VERBOSE_VARIABLE, "0") not in ("", "0"):
-        return
-    for name, value in {
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }.items():
-        os.environ.setdefault(name, value)
-    import torch
-
-    if not torch.accelerator.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it had to guess
-    for logger in ("DeepSpeed", "vllm.triton_utils.importing", "torch._library.triton", "torch.distributed.elastic"):
-        logging.getLogger(logger).setLevel(logging.ERROR)
-    for module in ("torch.distributed.c10d_logger", "vllm", "torch"):
-        warnings.filterwarnings("ignore", category=FutureWarning, module=module)
-    warnings.filterwarnings("ignore", message=".*pin_memory.*")
-    warnings.filterwarnings("ignore", message=".*torch.distributed.reduce_op.*")
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()

@@ -10,7 +10,7 @@ Not tried: other model shapes, larger numbers, more than two CPU ranks.
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from grpo_ext.console import StepLines, quiet
+from grpo_ext.quiet import quiet
 
 quiet()
 
@@ -21,6 +21,7 @@ from transformers.trainer_callback import PrinterCallback
 from trl import TrlParser
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
+from grpo_ext.console import StepLines
 
 
 @dataclass

@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_ext.console import StepLines, quiet
+from grpo_ext.quiet import quiet
 
 quiet()
 
@@ -26,6 +26,7 @@ from transformers.trainer_callback import PrinterCallback
 from trl import TrlParser
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
+from grpo_ext.console import StepLines
 
 INSTRUCTION = "Think as long as you need, then give the final answer between <answer> and </answer>."
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)

@@ -93,6 +93,7 @@ class ColocatedEngine(VLLMGeneration):
         from vllm import LLM
 
         kwargs["dtype"] = self.dtype or self._actor_dtype()
+        kwargs["use_tqdm_on_load"] = False
         if _trl.is_cpu_engine():
             kwargs["enforce_eager"] = True  # compiling costs minutes there and gains little
         if self.weight_sync == "adapter" and is_peft_model(self.model):
