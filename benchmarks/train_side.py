@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
-from grpo_ext.quiet import quiet  # noqa: E402
+from grpo_ext.quiet import quiet
 
 quiet()
 

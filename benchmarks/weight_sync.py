@@ -23,7 +23,9 @@ from grpo_ext.quiet import quiet
 quiet()
 
 MIB = 2**20
-SHAPE = dict(hidden_size=384, intermediate_size=1152, num_hidden_layers=24, num_attention_heads=6, num_key_value_heads=6, vocab_size=8192)
+SHAPE = dict(
+    hidden_size=384, intermediate_size=1152, num_hidden_layers=24, num_attention_heads=6, num_key_value_heads=6, vocab_size=8192
+)
 
 
 def build_trainer(model: str, out: str, bucket_mb: float, lora: bool, sync: str = "merged", cpu: bool = True):

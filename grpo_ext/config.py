@@ -158,7 +158,7 @@ class GRPOExtConfig(GRPOConfig):
             )
 
     def _check_num_generations(self) -> None:
-        if self.num_generations < 2:
+        if self.num_generations is None or self.num_generations < 2:
             raise ValueError(
                 f"num_generations={self.num_generations}: GRPO compares the completions of one prompt with each other, so "
                 "it needs at least 2 generations per prompt. Set num_generations=2 or more."
@@ -167,6 +167,7 @@ class GRPOExtConfig(GRPOConfig):
     def _check_batch_arithmetic(self) -> None:
         if self.generation_batch_size is not None and self.steps_per_generation is not None:
             return  # TRL refuses the pair and says so
+        assert self.num_generations is not None  # `_check_num_generations` came first
         per_step = self.per_device_train_batch_size * launched_processes()
         shape = (
             f"per_device_train_batch_size={self.per_device_train_batch_size} x {launched_processes()} process(es) = "

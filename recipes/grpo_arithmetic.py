@@ -50,7 +50,10 @@ def main() -> None:
     trainer.add_callback(StepLines())
     if rank.is_main_process:
         n = config.per_device_train_batch_size * rank.num_processes * config.steps_per_generation
-        print(f"GRPO: {n} rollouts a generation, {config.num_generations} to a prompt, on {rank.num_processes} rank(s).", flush=True)
+        print(
+            f"GRPO: {n} rollouts a generation, {config.num_generations} to a prompt, on {rank.num_processes} rank(s).",
+            flush=True,
+        )
     trainer.train()
 
     final = out / "final"

@@ -28,12 +28,12 @@ def check_pushable_adapter(model: Any, weight_sync: str) -> None:
 
 def _check_bias(model: Any) -> None:
     for name, module in model.named_modules():
-        if any(getattr(module, "lora_bias", {}).values() if isinstance(getattr(module, "lora_bias", None), dict) else ()):
-            if getattr(module.get_base_layer(), "bias", None) is None:
-                raise ValueError(
-                    f"lora_bias=True on {name}, whose base layer has no bias that the adapter's could be folded into. Set "
-                    "lora_bias=False, or take the module out of target_modules."
-                )
+        flags = getattr(module, "lora_bias", None)  # {adapter: bool} on LoRA layers
+        if isinstance(flags, dict) and any(flags.values()) and getattr(module.get_base_layer(), "bias", None) is None:
+            raise ValueError(
+                f"lora_bias=True on {name}, whose base layer has no bias that the adapter's could be folded into. Set "
+                "lora_bias=False, or take the module out of target_modules."
+            )
 
 
 def _check_tied_embeddings(model: Any) -> None:
@@ -77,7 +77,12 @@ def _check_plain_lora(config: Any, kind: str) -> None:
     extras = [
         name
         for name in (
-            "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication"
+            "use_dora",
+            "lora_bias",
+            "modules_to_save",
+            "trainable_token_indices",
+            "target_parameters",
+            "layer_replication",
         )
         if getattr(config, name, None)
     ]

@@ -10,7 +10,7 @@ import logging
 import os
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from hashlib import blake2b
 from typing import Any
 
@@ -174,8 +174,7 @@ class ColocatedEngine(VLLMGeneration):
         def generate(requests: list, sampling_params: Any, **kwargs: Any) -> list:
             if self.rollout_seed is not None:
                 sampling_params = [
-                    _with_seed(sampling_params, row_seed(self.rollout_seed, call, first_row + i))
-                    for i in range(len(requests))
+                    _with_seed(sampling_params, row_seed(self.rollout_seed, call, first_row + i)) for i in range(len(requests))
                 ]
             if self._pushes_adapter:
                 kwargs["lora_request"] = _lora_request()
@@ -252,7 +251,5 @@ def _tokenizer_kwargs(model: str, processing_class: Any) -> dict[str, Any]:
 def _unlink_shared_memory(identity: str) -> None:
     """Take the names of this run's shared memory away once all ranks have it mapped: a killed run then leaves nothing."""
     for path in glob.glob(f"/dev/shm/*{identity}*"):
-        try:
+        with suppress(FileNotFoundError):  # another rank was quicker
             os.unlink(path)
-        except FileNotFoundError:
-            pass  # another rank was quicker

@@ -5,9 +5,9 @@ backwards, gives the checkpoint's; here it is applied to one tensor at a time, s
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch import nn
 
 # Wrappers that leave a trace in parameter names.
 _TRACES = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -24,7 +24,7 @@ class CheckpointNames:
         ValueError: if some checkpoint tensor is made of several parameters, so that they cannot be converted one by one.
     """
 
-    def __init__(self, model: nn.Module, parameters: dict[str, torch.Tensor]):
+    def __init__(self, model: Any, parameters: dict[str, torch.Tensor]):
         self._model = model
         self._as_is: set[str] = set()
         self.outlines: list[tuple[str, torch.Tensor]] = []  # (checkpoint name, tensor on the meta device), as they will come

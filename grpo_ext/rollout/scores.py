@@ -15,9 +15,7 @@ class RolloutScores:
     unscored: int
 
 
-def check_rollout_scores(
-    completion_ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float | None]]
-) -> RolloutScores:
+def check_rollout_scores(completion_ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float | None]]) -> RolloutScores:
     """Count scored and unscored tokens of rollouts (nats; None or NaN where the engine gave no value).
 
     Raises:

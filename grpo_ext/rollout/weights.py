@@ -105,7 +105,7 @@ def weight_units(model: nn.Module) -> list[WeightUnit]:
     return units
 
 
-def base_model(model: nn.Module) -> nn.Module:
+def base_model(model: Any) -> Any:
     """The transformers model inside a `PeftModel`, or the model itself."""
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
@@ -120,7 +120,7 @@ def _plain_unit(name: str, parameter: nn.Parameter) -> WeightUnit:
     )
 
 
-def _unwrap(module: nn.Module) -> tuple[nn.Module, list[Any]]:
+def _unwrap(module: Any) -> tuple[nn.Module, list[Any]]:
     """(module that holds the base weights, adapter layers around it from the outside in) of what PEFT put in its place."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
@@ -162,8 +162,8 @@ def _read_merged(base: nn.Module, layers: list[Any], names: list[str]) -> list[t
     PEFT's own `merge` decides what folding means, for every kind of adapter. It works on copies, since in low precision
     unmerging does not give the old bits back.
     """
-    parameters = dict(base._parameters)
-    storages = {name: p.data for name, p in parameters.items() if p is not None}
+    parameters = {name: p for name, p in base._parameters.items() if p is not None}
+    storages = {name: p.data for name, p in parameters.items()}
     try:
         for name, data in storages.items():
             parameters[name].data = data.clone()

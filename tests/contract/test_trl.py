@@ -85,7 +85,14 @@ def test_the_buffer_is_split_from_one_dict_and_extra_keys_ride_along(models, tmp
     trainer.train()
     ids = torch.cat([piece["row_id"] for piece in trainer._buffered_inputs])
     assert sorted(ids.tolist()) == list(range(8)) and ids.tolist() != list(range(8))
-    assert {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "num_items_in_batch"} <= trainer.keys
+    assert {
+        "prompt_ids",
+        "prompt_mask",
+        "completion_ids",
+        "completion_mask",
+        "advantages",
+        "num_items_in_batch",
+    } <= trainer.keys
 
 
 def test_metrics_are_averaged_and_nan_left_out(models, tmp_path):

@@ -80,7 +80,13 @@ def run_ranks(
     (folder / "arguments.json").write_text(json.dumps(arguments))
     command = [*launch_arguments(folder, zero3=zero3, processes=processes), __file__, target, str(folder)]
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=timeout)

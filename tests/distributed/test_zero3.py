@@ -61,10 +61,13 @@ def test_tensor_parallel_beside_another_run_and_after_a_killed_one(models, tmp_p
 
     folder = tmp_path / "other"
     folder.mkdir()
-    (folder / "arguments.json").write_text(
-        json.dumps({"model": models("qwen2"), "out": str(folder), "started": str(folder)})
-    )
-    command = [*launch_arguments(folder, zero3=True, processes=2), launch.__file__, "tests.distributed.jobs:wait_to_be_killed", str(folder)]
+    (folder / "arguments.json").write_text(json.dumps({"model": models("qwen2"), "out": str(folder), "started": str(folder)}))
+    command = [
+        *launch_arguments(folder, zero3=True, processes=2),
+        launch.__file__,
+        "tests.distributed.jobs:wait_to_be_killed",
+        str(folder),
+    ]
     other = subprocess.Popen(
         command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )

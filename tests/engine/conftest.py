@@ -17,7 +17,9 @@ def train(models, tmp_path):
 
     made = []
 
-    def run(kind="qwen2", *, model=None, model_config=None, peft_config=None, evaluate=False, start=True, trainer=Trainer, **config):
+    def run(
+        kind="qwen2", *, model=None, model_config=None, peft_config=None, evaluate=False, start=True, trainer=Trainer, **config
+    ):
         args = GRPOExtConfig(**config_kwargs(tmp_path, use_vllm=True, **config))
         model = model or models(kind, **(model_config or {}))
         eval_dataset = sums(8) if evaluate else None

@@ -107,7 +107,13 @@ def test_what_is_saved_opens_in_plain_transformers_and_plain_vllm(train, tmp_pat
     with torch.no_grad():
         torch.testing.assert_close(model(input_ids=ids).logits, logits, atol=1e-5, rtol=0)
     assert AutoTokenizer.from_pretrained(saved).eos_token == "<eos>"
-    llm = LLM(saved, dtype="float32", enforce_eager=True, logprobs_mode="processed_logprobs", distributed_executor_backend="external_launcher")
+    llm = LLM(
+        saved,
+        dtype="float32",
+        enforce_eager=True,
+        logprobs_mode="processed_logprobs",
+        distributed_executor_backend="external_launcher",
+    )
     prompt = {"prompt_token_ids": ids[0].tolist()}
     out = llm.generate([prompt], SamplingParams(temperature=1.0, max_tokens=1, logprobs=20), use_tqdm=False)
     expected = logits[0, -1].log_softmax(-1)

@@ -128,7 +128,9 @@ def test_a_hundred_pushes_of_a_bfloat16_adapter_leave_the_base_alone(train):
     before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
     for _ in range(100):
         trainer.vllm_generation.sync_weights()
-    different = [n for n, p in trainer.model.named_parameters() if not torch.equal(p.view(torch.uint8), before[n].view(torch.uint8))]
+    different = [
+        n for n, p in trainer.model.named_parameters() if not torch.equal(p.view(torch.uint8), before[n].view(torch.uint8))
+    ]
     assert trainer.vllm_generation.pushes == 100 and different == []
 
 
@@ -138,7 +140,8 @@ def test_temperature_is_in_both_log_probs(train):
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{"logprobs": 5}, {"logprobs": None}, {"prompt_logprobs": 2}, {"flat_logprobs": True}, {"logprob_token_ids": [5, 6]}]
+    "kwargs",
+    [{"logprobs": 5}, {"logprobs": None}, {"prompt_logprobs": 2}, {"flat_logprobs": True}, {"logprob_token_ids": [5, 6]}],
 )
 def test_log_probs_are_those_of_the_sampled_token_whatever_generation_kwargs_say(train, kwargs):
     trainer = train(generation_kwargs=kwargs, max_steps=1)

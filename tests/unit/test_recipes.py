@@ -8,10 +8,15 @@ import pytest
 RECIPES = Path(__file__).parents[2] / "recipes"
 sys.path.insert(0, str(RECIPES))
 
-SCRIPTS = {"grpo_arithmetic": [RECIPES / "grpo_arithmetic.yaml"], "grpo_reasoning_gym": sorted((RECIPES / "reasoning_gym").glob("*.yaml"))}
+SCRIPTS = {
+    "grpo_arithmetic": [RECIPES / "grpo_arithmetic.yaml"],
+    "grpo_reasoning_gym": sorted((RECIPES / "reasoning_gym").glob("*.yaml")),
+}
 
 
-@pytest.mark.parametrize("script, path", [(s, p) for s, paths in SCRIPTS.items() for p in paths], ids=lambda v: getattr(v, "stem", v))
+@pytest.mark.parametrize(
+    "script, path", [(s, p) for s, paths in SCRIPTS.items() for p in paths], ids=lambda v: getattr(v, "stem", v)
+)
 def test_training_yaml(script, path, monkeypatch, tmp_path):
     import importlib
 
@@ -23,7 +28,7 @@ def test_training_yaml(script, path, monkeypatch, tmp_path):
     arguments = ["--config", str(path), "--output_dir", str(tmp_path)]
     if script == "grpo_reasoning_gym":
         arguments += ["--model_name_or_path", "somewhere"]
-    task, config = TrlParser((module.TaskArguments, GRPOExtConfig)).parse_args_and_config(arguments)
+    _, config = TrlParser((module.TaskArguments, GRPOExtConfig)).parse_args_and_config(arguments)
     assert config.use_vllm and config.vllm_mode == "colocate" and config.max_steps > 0
 
 
