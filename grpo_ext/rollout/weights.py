@@ -133,7 +133,7 @@ def _unwrap(module: Any) -> tuple[nn.Module, list[Any]]:
     layers: list[Any] = []
     while isinstance(module, BaseTunerLayer):
         layers.append(module)
-        module = module.base_layer
+        module = getattr(module, "base_layer")  # noqa: B009 - a submodule, unknown to the type
     return module, layers
 
 
