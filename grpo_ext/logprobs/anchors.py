@@ -135,8 +135,7 @@ class Anchors:
                 rows["due_rows"] = torch.tensor(stop)
                 self.counts.recomputed += stop - start
                 if stop == n_rows(rows):
-                    rows.pop("due_rows")
-                    self._anchor(rows, rows.pop("due_logps"))
+                    self._anchor(rows, rows["due_logps"])
 
     def _forward(self, parts: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:
         trainer, slices = self.trainer, self.trainer._buffered_inputs
@@ -205,6 +204,8 @@ class Anchors:
         trainer = self.trainer
         version, generated = self.position.version, int(rows["generated_version"])
         rows[OLD], rows["anchor_version"] = logps, torch.tensor(version)
+        rows.pop("due_logps", None)
+        rows.pop("due_rows", None)
         mu, mask = rows.get(MU), loss_mask(rows)
         if mu is not None and version == generated:
             trainer.monitor.observe(trainer._mode, mu, logps, mask, trainer.accelerator.reduce, trainer.accelerator.gather)

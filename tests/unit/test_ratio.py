@@ -45,6 +45,20 @@ def test_before_clipping_and_the_fraction_masked():
     assert metrics["sampling/sampling_logp_difference/max"] == pytest.approx(3 * math.log(2))
 
 
+def test_the_probabilities_of_case_1():
+    """Actor over rollout: .4/.5, .25/.25 | .1/.1, .6/.8; the last column is masked, or the mean would move."""
+    mu = torch.tensor([[0.5, 0.25, 0.9], [0.1, 0.8, 0.2]]).log()
+    old = torch.tensor([[0.4, 0.25, 0.7], [0.1, 0.6, 0.9]]).log()
+    mask = torch.tensor([[1, 1, 0], [1, 1, 0]])
+    tokens = engine_ratio(old, mu, mask, "token_truncate", None, 3.0)
+    torch.testing.assert_close(tokens.ratio, torch.tensor([[0.8, 1, 1], [1, 0.75, 1]]))
+    sequences = engine_ratio(old, mu, mask, "sequence_mask", None, 3.0)
+    torch.testing.assert_close(sequences.ratio, torch.tensor([[0.8], [0.75]]))
+    metrics = ratio_metrics(ratio_stats(old, mu, mask, tokens), "token_truncate")
+    assert metrics["sampling/sampling_logp_difference/mean"] == pytest.approx(-(math.log(0.8) + math.log(0.75)) / 4)
+    assert metrics["sampling/importance_sampling_ratio/mean"] == pytest.approx((0.8 + 1 + 1 + 0.75) / 4)
+
+
 def test_an_unknown_mode_is_refused_with_one_that_works():
     with pytest.raises(ValueError, match=r"'token'.*sequence_mask"):
         engine_ratio(OLD, MU, MASK, "token", None, 3.0)
