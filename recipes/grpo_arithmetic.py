@@ -14,7 +14,6 @@ from grpo_ext.quiet import quiet
 
 quiet()
 
-import torch
 from arithmetic_task import accuracy, exact_match, sums, warm_up
 from datasets import Dataset
 from transformers.trainer_callback import PrinterCallback
@@ -38,10 +37,7 @@ def main() -> None:
     with rank.main_process_first():
         if rank.is_main_process:
             print(f"Teaching a fresh model for {task.warm_up_steps} supervised steps ...", flush=True)
-            threads = torch.get_num_threads()
-            torch.set_num_threads(2)  # the other rank is waiting
             warm_up(start, task.warm_up_steps)
-            torch.set_num_threads(threads)
     before = accuracy(start) if rank.is_main_process else None
 
     train, _ = sums()
