@@ -144,3 +144,28 @@ def test_unscored_tokens_are_counted_and_rows_reach_the_user(train):
     log = trainer.state.log_history[0]
     assert log["sampling/unscored_tokens"] == 8 and trainer.seen.isnan().sum() == 8
     assert log["loss"] == log["loss"] and log["grad_norm"] == log["grad_norm"]
+
+
+def test_server_mode_is_trls_own(models, tmp_path, monkeypatch):
+    """The client is the one thing faked: no server runs here."""
+    from trl.generation import vllm_generation
+
+    from grpo_ext import GRPOExtConfig, GRPOExtTrainer
+
+    class Client:
+        def __init__(self, **kwargs):
+            self.asked = kwargs
+
+        def init_communicator(self, device):
+            pass
+
+        def get_server_info(self):
+            return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+    monkeypatch.setattr(vllm_generation, "VLLMClient", Client)
+    args = GRPOExtConfig(
+        **config_kwargs(tmp_path, use_vllm=True, vllm_mode="server", vllm_server_base_url="http://127.0.0.1:9")
+    )
+    trainer = GRPOExtTrainer(models("qwen2"), distinct_characters, args, sums())
+    assert type(trainer.vllm_generation) is vllm_generation.VLLMGeneration
+    assert trainer.vllm_generation.vllm_client.asked["base_url"] == "http://127.0.0.1:9"
