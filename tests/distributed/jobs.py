@@ -8,7 +8,7 @@ import torch
 
 def _trainer(model: str, out: str, *, adapter: str | None = None, mixin: tuple = (), **config: Any) -> Any:
     from grpo_ext import GRPOExtConfig, GRPOExtTrainer
-    from tests.engine.test_floor import ADAPTERS
+    from tests.engine.test_floor import ADAPTERS, MIXTURE
     from tests.floor import FloorMixin
     from tests.tiny import config_kwargs, distinct_characters, sums
 
@@ -17,7 +17,7 @@ def _trainer(model: str, out: str, *, adapter: str | None = None, mixin: tuple =
 
     kwargs = config_kwargs(out, use_vllm=True, **config)
     del kwargs["use_cpu"]  # chosen by the configuration
-    peft_config = ADAPTERS[adapter]() if adapter else None
+    peft_config = (ADAPTERS | MIXTURE)[adapter]() if adapter else None
     return Trainer(model, distinct_characters, GRPOExtConfig(**kwargs), sums(), peft_config=peft_config)
 
 

@@ -55,6 +55,26 @@ def test_one_tensor_parallel_engine(models, tmp_path):
         assert_floor(reports, name)
 
 
+@pytest.mark.slow
+def test_other_adapters(models, tmp_path):
+    """What an adapter needs to be merged is gathered with it, whatever its kind."""
+    runs = {name: {"adapter": name} for name in ("dora", "lora_bias", "ia3")}
+    reports = run_ranks("tests.distributed.jobs:floors", tmp_path, model=models("qwen2"), out=str(tmp_path), runs=runs)
+    for name in runs:
+        assert_zero3(reports, name)
+        assert_floor(reports, name)
+        assert all(report[name]["frozen_changed"] == [] for report in reports)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [None, "moe_experts"])
+def test_a_mixture_of_experts(models, tmp_path, adapter):
+    runs = {"moe": {"adapter": adapter} if adapter else {}}
+    reports = run_ranks("tests.distributed.jobs:floors", tmp_path, model=models("qwen3_moe"), out=str(tmp_path), runs=runs)
+    assert_zero3(reports, "moe")
+    assert_floor(reports, "moe")
+
+
 def test_tensor_parallel_beside_another_run_and_after_a_killed_one(models, tmp_path):
     """vLLM's shared memory is named after the run here, so neither a living nor a dead neighbour is in the way."""
     import json
