@@ -180,3 +180,15 @@ def test_taking_the_due_pass_out_is_seen(model, tmp_path):
 
     stock, broken = both(model, tmp_path / "wrong", GRPOTrainer, Broken, **shape)
     assert worst_relative(stock, broken, "grad_norm") > 1e-3
+
+
+def test_neutral_settings_are_stock_trl_to_1e_6(model, tmp_path):
+    """Nothing of ours at work but the seam (old log-probs always, no grouping): five steps, losses and gradient norms to 1e-6."""
+    neutral = dict(old_logps="always", group_rollouts_by_length=False)
+    stock, ours = both(model, tmp_path, max_steps=5, gradient_accumulation_steps=2, beta=0.1, **neutral, **SGD)
+    loss = float((series(stock, "loss") - series(ours, "loss")).abs().max())
+    norm = float((series(stock, "grad_norm") - series(ours, "grad_norm")).abs().max())
+    print(
+        f"\nneutral, five steps: losses within {loss:.1e}, gradient norms within {norm:.1e} ({worst_relative(stock, ours, 'grad_norm'):.1e} relative)"
+    )
+    assert len(ours.history) == 5 and loss <= 1e-6 and worst_relative(stock, ours, "grad_norm") <= 1e-6
