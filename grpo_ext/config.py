@@ -8,6 +8,8 @@ from typing import Any
 
 from trl import GRPOConfig
 
+from grpo_ext.toolchain import spare_the_compiler
+
 WEIGHT_SYNCS = ("merged", "adapter")
 OLD_LOGPS = ("window", "always", "rollout")
 VLLM_DTYPES = ("float32", "bfloat16", "float16")
@@ -140,6 +142,7 @@ class GRPOExtConfig(GRPOConfig):
         """On a box without an accelerator: gloo, and CPU mode where DeepSpeed does not have to start it."""
         if has_accelerator():
             return
+        spare_the_compiler()
         deepspeed = launched_with_deepspeed() or self.deepspeed is not None
         if self.ddp_backend is None and (deepspeed or launched_processes() > 1):
             self.ddp_backend = "gloo"
