@@ -160,10 +160,10 @@ def run_once(kind: str, case: str, folder: Path, steps: int, seed: int = 0) -> d
 
 
 def steps_of(case: str) -> int:
-    """At least three optimizer steps, and whole generation batches."""
+    """At least three optimizer steps and three generation batches, whole ones."""
     accumulation, slices, iterations = map(int, case.split("-")[1].split("/"))
-    steps = 3
-    while steps * accumulation % (slices * iterations):
+    steps, lifetime = 3, slices * iterations
+    while steps * accumulation % lifetime or steps * accumulation < 3 * lifetime:
         steps += 1
     return steps
 
@@ -214,7 +214,8 @@ def run_case(case: str, folder: Path, rounds: int, threads: int) -> dict[str, An
     python = [sys.executable]
     if ranks > 1:
         launcher = "accelerate.commands.launch"
-        python = [sys.executable, "-m", launcher, "--config_file", str(ROOT / "recipes/accelerate/cpu_zero3.yaml")]
+        config = str(ROOT / "recipes/accelerate/cpu_zero3.yaml")
+        python = [sys.executable, "-m", launcher, "--config_file", config, "--main_process_port", "0"]
     command = [*python, __file__, "--worker", case, "--folder", str(folder), "--rounds", str(rounds)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, threads // ranks)), "PYTHONPATH": str(ROOT)}
     subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
