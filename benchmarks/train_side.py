@@ -282,7 +282,8 @@ def main() -> None:
         for case in cases:
             results.append(run_case(case, Path(folder), options.rounds, options.threads))
             print(line(results[-1]), flush=True)
-    save(results, options)
+            save(results, options)
+    print(f"{options.output}\n{options.output.with_suffix('.png')}")
 
 
 def save(results: list[dict[str, Any]], options: argparse.Namespace) -> None:
@@ -296,7 +297,6 @@ def save(results: list[dict[str, Any]], options: argparse.Namespace) -> None:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps({**made, **versions, **machine, "rounds": options.rounds, "cases": results}, indent=1))
     plot(results, options.output.with_suffix(".png"))
-    print(f"{options.output}\n{options.output.with_suffix('.png')}")
 
 
 if __name__ == "__main__":

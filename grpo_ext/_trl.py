@@ -1,4 +1,4 @@
-"""Every private name of TRL and vLLM that grpo_ext relies on, and the versions they were checked against.
+"""Every private name of TRL, vLLM, PEFT and DeepSpeed that grpo_ext relies on, and the versions of the first two it was checked with.
 
 Nothing outside this file reaches into upstream internals. `tests/contract/` pins each fact, so that an upgrade fails there
 first. vLLM is imported inside the functions: importing this module needs TRL only.
@@ -95,6 +95,24 @@ def is_reference_pass(model: Any) -> bool:
     from accelerate.utils import is_peft_model
 
     return is_peft_model(model) and (model._adapters_disabled or model.active_adapter == "ref")
+
+
+# ---- PEFT and DeepSpeed ----------------------------------------------------------------------------------------------
+
+
+def forget_merge(layer: Any) -> None:
+    """Let an adapter layer take itself for unmerged: its base weights were put back by hand, which PEFT has no word for."""
+    layer.merged_adapters.clear()
+    getattr(layer, "_caches", {}).clear()  # of some kinds only (DoRA's norms)
+
+
+def skip_deepspeed_shared_memory_op() -> None:
+    """Let DeepSpeed take its CPU all-reduce for incompatible, so that it uses gloo instead of compiling it. No-op without DeepSpeed."""
+    try:
+        import deepspeed
+    except ImportError:
+        return
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 # ---- vLLM: reaching the model --------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from grpo_ext import _trl
+
 
 def missing_to_compile() -> list[str]:
     """What is missing to compile C++ at run time; [] where nothing is."""
@@ -40,8 +42,4 @@ def spare_the_compiler() -> None:
 
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     torch._dynamo.config.disable = True
-    try:
-        import deepspeed
-    except ImportError:
-        return
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    _trl.skip_deepspeed_shared_memory_op()

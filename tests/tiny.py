@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-CHARACTERS = ["<pad>", "<eos>", "<unk>", *(chr(code) for code in range(32, 127))]
+from recipes.arithmetic_task import CHARACTERS, build_tokenizer
 
 _COMMON = dict(
     vocab_size=len(CHARACTERS),
@@ -24,16 +24,6 @@ _EXPERTS = dict(
     head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True, decoder_sparse_step=1,
     mlp_only_layers=[],
 )  # fmt: skip
-
-
-def build_tokenizer() -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
 def build_model(path: Path, kind: str = "qwen2", dtype: str = "float32", seed: int = 0, **config: Any) -> Path:

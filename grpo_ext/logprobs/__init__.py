@@ -1,1 +1,1 @@
-"""When log-probs are computed, how, and what for. All but `forward` is pure."""
+"""When log-probs are computed, how, and what for. Pure: `window`, `ratio`, `metrics`; the rest knows the trainer."""

@@ -38,14 +38,14 @@ class ColocatedEngine(VLLMGeneration):
 
     Args (those of `VLLMGeneration` aside):
         dtype: engine dtype, or None for the actor's.
-        engine_kwargs: further arguments of `vllm.LLM`.
+        engine_kwargs: further arguments of `vllm.LLM`; the trainer has held them against `check_engine_kwargs` by then.
         weight_sync: "merged" or "adapter" (see `GRPOExtConfig.vllm_weight_sync`).
         bucket_mb: MiB that one gather may take under ZeRO-3.
         rollout_seed: base of the per-rollout seeds, or None to let the engine draw.
         phase_times: where generation ("gen") and pushes ("sync_weights") are timed.
 
     Raises:
-        ValueError: for an unknown engine argument, an adapter that cannot be pushed, or weights that do not fit the engine.
+        ValueError: for an adapter that cannot be pushed, or weights that do not fit the engine.
     """
 
     def __init__(
@@ -73,7 +73,6 @@ class ColocatedEngine(VLLMGeneration):
 
     # ---- start -----------------------------------------------------------------------------------------------------
     def _init_vllm(self) -> None:
-        check_engine_kwargs(self.engine_kwargs)
         if is_peft_model(self.model):
             check_pushable_adapter(self.model, self.weight_sync)
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process, or there is nothing to push into
@@ -96,7 +95,7 @@ class ColocatedEngine(VLLMGeneration):
         kwargs["use_tqdm_on_load"] = False
         if _trl.is_cpu_engine():
             kwargs["enforce_eager"] = True  # compiling costs minutes there and gains little
-        if self.weight_sync == "adapter" and is_peft_model(self.model):
+        if self._pushes_adapter:
             rank = max(config.r for config in self.model.peft_config.values())
             kwargs.update(enable_lora=True, max_loras=1, max_lora_rank=_lora_rank(rank))
         kwargs.update(_tokenizer_kwargs(kwargs["model"], self.processing_class))
@@ -106,7 +105,9 @@ class ColocatedEngine(VLLMGeneration):
         return llm
 
     def _prepare_push(self, llm: Any) -> None:
-        """List what a push reads, and rehearse it: a push that cannot work must not start."""
+        """List what a push of weights reads, and rehearse it: a push that cannot work must not start."""
+        if self._pushes_adapter:
+            return
         self._units = weight_units(self.model)
         parameters = {
             name: torch.empty(shape, dtype=dtype, device="meta")
@@ -114,8 +115,7 @@ class ColocatedEngine(VLLMGeneration):
             for name, shape, dtype in zip(unit.names, unit.shapes, unit.dtypes, strict=True)
         }
         self._names = CheckpointNames(base_model(self.model), parameters)
-        if not self._pushes_adapter:
-            rehearse_push(llm, self._names.outlines)
+        rehearse_push(llm, self._names.outlines)
 
     def _actor_dtype(self) -> str:
         """The dtype the actor computes in: that of mixed precision, else that of its weights."""

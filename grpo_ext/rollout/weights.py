@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from grpo_ext import _trl
 from grpo_ext.rollout.names import CheckpointNames
 
 
@@ -176,5 +177,4 @@ def _read_merged(base: nn.Module, layers: list[Any], names: list[str]) -> list[t
         for name, data in storages.items():
             parameters[name].data = data
         for layer in layers:
-            layer.merged_adapters.clear()
-            getattr(layer, "_caches", {}).clear()
+            _trl.forget_merge(layer)

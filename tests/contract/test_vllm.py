@@ -1,5 +1,6 @@
 """Facts about vLLM 0.31 that grpo_ext relies on."""
 
+import dataclasses
 import inspect
 
 import pytest
@@ -18,9 +19,7 @@ def test_layerwise_reload_has_the_parts_a_rehearsal_replaces():
     assert "get_numel_loaded(original_loader, bound_args)" in inspect.getsource(layerwise.make_online_process_loader)
     assert "_layerwise_process(layer, info)" in inspect.getsource(layerwise.make_online_process_loader)
     assert "bias" in meta.SKIP_TENSORS  # biases stay where they are, so a rehearsal counts them on a twin
-    assert {"kernel_tensors", "load_numel_total"} <= set(inspect.getsource(layerwise.LayerReloadingInfo).split()) | {
-        f.strip(":") for f in inspect.getsource(layerwise.LayerReloadingInfo).split()
-    }
+    assert {"kernel_tensors", "load_numel_total"} <= {field.name for field in dataclasses.fields(layerwise.LayerReloadingInfo)}
 
 
 def test_shared_memory_of_a_tensor_parallel_cpu_engine_is_named_by_one_function():
@@ -53,3 +52,17 @@ def test_a_hit_of_zero_logprobs_is_the_sampled_token_alone():
     copy = params.clone()
     copy.seed = 4
     assert (params.seed, copy.seed, params.logprobs) == (3, 4, 0)
+
+
+def test_an_adapter_layer_can_forget_a_merge():
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    from grpo_ext import _trl
+
+    model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), LoraConfig(r=2, target_modules=["0"], use_dora=True))
+    layer = model.base_model.model[0]
+    layer.merge()
+    assert layer.merged and layer._caches
+    _trl.forget_merge(layer)
+    assert not layer.merged and not layer._caches
