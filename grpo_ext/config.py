@@ -13,6 +13,9 @@ from grpo_ext.toolchain import spare_the_compiler
 WEIGHT_SYNCS = ("merged", "adapter")
 OLD_LOGPS = ("window", "always", "rollout")
 VLLM_DTYPES = ("float32", "bfloat16", "float16")
+_PROB_DIFF_LEAST = {
+    "prob_diff_token_max_print": 0, "prob_diff_sample_max_print": 0, "prob_diff_patience": 1, "prob_diff_keep_last": 1,
+}  # fmt: skip
 # What the engine's own fields decide: setting them twice would let the two disagree.
 RESERVED_ENGINE_KWARGS = {
     "model": "the model handed to the trainer",
@@ -82,6 +85,23 @@ class GRPOExtConfig(GRPOConfig):
         logps_max_tokens (`int`, *optional*):
             Tokens, padding included, per forward without gradient, of actor and reference; a hard cap, except that a
             longer row runs alone. Unset: no cap.
+        enable_token_level_prob_diff (`bool`, defaults to `False`):
+            Log |p_rollout - p_actor| of the first tokens of the first rollouts, and dump that of every token to
+            `prob_diff_save_dir`. The aggregates are logged in any case.
+        prob_diff_save_dir (`str`, *optional*):
+            Directory of the dumps. Made if its parent exists or it lies in `output_dir`. Unset: no dumps.
+        prob_diff_token_max_print (`int`, defaults to `10`), prob_diff_sample_max_print (`int`, defaults to `8`):
+            Positions, and rollouts, of which single tokens are logged.
+        prob_diff_warn (`float`, *optional*, defaults to `0.005`):
+            Mean probability difference above which a warning names the likely cause. None: no warning.
+        prob_diff_stop (`float`, *optional*):
+            Mean probability difference above which the run stops, with a checkpoint. Unset: never.
+        prob_diff_patience (`int`, defaults to `1`):
+            Policy versions in a row above `prob_diff_stop` before the run stops.
+        prob_diff_keep_last (`int`, defaults to `100`):
+            Optimizer steps whose dumps are kept; older ones are deleted.
+        prob_diff_save_tokens (`bool`, defaults to `False`):
+            Write a Parquet file beside each dump: token ids and text, both log-probs, policy version, prompt.
     """
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]
@@ -125,6 +145,26 @@ class GRPOExtConfig(GRPOConfig):
         default=None, metadata={"help": "Tokens, padding included, per forward without gradient: a hard cap."}
     )
 
+    enable_token_level_prob_diff: bool = field(
+        default=False, metadata={"help": "Log and dump the probability differences of single tokens."}
+    )
+    prob_diff_save_dir: str | None = field(default=None, metadata={"help": "Directory of the dumps; unset: none."})
+    prob_diff_token_max_print: int = field(default=10, metadata={"help": "Positions of which single tokens are logged."})
+    prob_diff_sample_max_print: int = field(default=8, metadata={"help": "Rollouts of which single tokens are logged."})
+    prob_diff_warn: float | None = field(
+        default=0.005, metadata={"help": "Mean probability difference above which a warning names the likely cause."}
+    )
+    prob_diff_stop: float | None = field(
+        default=None, metadata={"help": "Mean probability difference above which the run stops, with a checkpoint."}
+    )
+    prob_diff_patience: int = field(
+        default=1, metadata={"help": "Policy versions in a row above prob_diff_stop before the run stops."}
+    )
+    prob_diff_keep_last: int = field(default=100, metadata={"help": "Optimizer steps whose dumps are kept."})
+    prob_diff_save_tokens: bool = field(
+        default=False, metadata={"help": "Write a Parquet file with tokens and both log-probs beside each dump."}
+    )
+
     def __post_init__(self) -> None:
         self._choose_backend()
         self._check_deepspeed_on_cpu()
@@ -136,6 +176,7 @@ class GRPOExtConfig(GRPOConfig):
         self._check_engine_fields()
         self._check_old_logps()
         self._check_sizes()
+        self._check_prob_diff()
 
     # ---- chosen for the user ---------------------------------------------------------------------------------------
     def _choose_backend(self) -> None:
@@ -254,6 +295,21 @@ class GRPOExtConfig(GRPOConfig):
             value, good = getattr(self, name), works.get(name, self.per_device_train_batch_size)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: nothing fits into that. Set {name}={good} or more, or leave it unset.")
+
+    def _check_prob_diff(self) -> None:
+        for name, least in _PROB_DIFF_LEAST.items():
+            value = getattr(self, name)
+            if value < least:
+                raise ValueError(
+                    f"{name}={value}: at least {least} is needed. Set {name}={getattr(type(self), name)}, the default."
+                )
+        for name in ("prob_diff_warn", "prob_diff_stop"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise ValueError(
+                    f"{name}={value}: a difference of probabilities lies between 0 and 1. Set 0.005 (above it a run deserves a "
+                    "look), 0.01 (above it something is wrong), or None."
+                )
 
     def _check_engine_fields(self) -> None:
         if self.vllm_dtype not in (None, *VLLM_DTYPES):
