@@ -145,11 +145,18 @@ def whole_groups_in_evaluation(s: Any, processes: int) -> Iterator[Problem]:
 # ---- sampling and the engine -----------------------------------------------------------------------------------------
 def sampled_temperature(s: Any, processes: int) -> Iterator[Problem]:
     kwargs = as_mapping(s.generation_kwargs) or {}
+    if not isinstance(kwargs, dict):
+        yield Problem(
+            f"generation_kwargs={kwargs!r} is no mapping. Give a dict, or a JSON object such as '{{\"seed\": 1}}' on the command "
+            "line.",
+            {"generation_kwargs": None},
+        )
+        kwargs = {}
     temperatures = {"temperature": s.temperature}
     if "temperature" in kwargs:
         temperatures["generation_kwargs['temperature']"] = kwargs["temperature"]
     without = {"generation_kwargs": {key: value for key, value in kwargs.items() if key != "temperature"} or None}
-    bad = {name: value for name, value in temperatures.items() if value is None or not value > 0}
+    bad = {name: value for name, value in temperatures.items() if not isinstance(value, int | float) or not value > 0}
     for name, value in bad.items():
         yield Problem(
             f"{name}={value}: log-probs are those of the distribution that was sampled, logits / temperature, which "
@@ -220,6 +227,24 @@ def engine_arguments(s: Any, processes: int) -> Iterator[Problem]:
             )
 
 
+def correction_bounds(s: Any, processes: int) -> Iterator[Problem]:
+    low, high = s.vllm_importance_sampling_clip_min, s.vllm_importance_sampling_clip_max
+    high = high if s.vllm_importance_sampling_cap is None else s.vllm_importance_sampling_cap  # TRL's older name
+    mode = s.vllm_importance_sampling_mode
+    if low is not None and high is not None and low >= high:
+        yield Problem(
+            f"vllm_importance_sampling_clip_min={low} is not below vllm_importance_sampling_clip_max={high}, so every ratio is "
+            "out of bounds. Leave vllm_importance_sampling_clip_min unset, or set one below.",
+            {"vllm_importance_sampling_clip_min": None},
+        )
+    elif s.vllm_importance_sampling_correction and mode.endswith("_truncate") and low is None and high is None:
+        yield Problem(
+            f"vllm_importance_sampling_mode={mode!r} has nothing to truncate at: both of its bounds are unset. Set "
+            "vllm_importance_sampling_clip_max=3.0.",
+            {"vllm_importance_sampling_clip_max": 3.0},
+        )
+
+
 # ---- log-probs -------------------------------------------------------------------------------------------------------
 def old_log_probs(s: Any, processes: int) -> Iterator[Problem]:
     if s.old_logps not in OLD_LOGPS:
@@ -266,6 +291,7 @@ RULES: tuple[Rule, ...] = (
     engines_of_equal_size,
     engine_fields,
     engine_arguments,
+    correction_bounds,
     old_log_probs,
     sizes_of_passes,
 )

@@ -96,9 +96,12 @@ def coerced(name: str, value: Any, kind: str) -> Any:
         return value
     if base == "dict":
         try:
-            return as_mapping(value)
+            value = as_mapping(value)
         except ValueError as error:
             raise ValueError(f"{name}={value!r} is no JSON object ({error}). Write a YAML mapping.") from None
+        if not isinstance(value, dict | str):  # text may be the path of a file
+            raise ValueError(f"{name}={value!r} is no mapping. Write one `key: value` a line below {name}:.")
+        return value
     if isinstance(value, str) and base == "bool":
         value = _TRUTH.get(value.lower(), value)
     elif isinstance(value, str) and base in ("int", "float"):

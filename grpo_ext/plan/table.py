@@ -8,12 +8,12 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_ext.plan.answer import Answer
-from grpo_ext.plan.arithmetic import Pass, Plan
+from grpo_ext.plan.arithmetic import Pass, Plan, has_correction
 from grpo_ext.plan.memory import GB, Memory
 
 Line = tuple[str, Any, str]  # what, how much, where from
 LETTERS = {
-    "f": "free", "c": "computed before", "k": "kept", "a": "anew for its age", "e": "the engine's", "|": "step",
+    "f": "free", "c": "computed", "k": "kept", "a": "anew for its age", "e": "the engine's", "|": "step",
 }  # fmt: skip
 
 
@@ -79,19 +79,19 @@ def generation(s: Any, plan: Plan) -> Iterator[Line]:
     if g.tokens_at_most is not None:
         yield "tokens, at most", g.tokens_at_most, f"{g.rollouts:,} x vllm_max_model_length {s.vllm_max_model_length:,}"
     else:
-        yield "tokens, at most", "no bound", "set vllm_max_model_length (prompts have no limit)"
-    yield "prompts in the dataset", g.prompts, "at least, or an epoch has no batch"
+        yield "tokens, at most", "no bound", "set vllm_max_model_length"
+    yield "prompts the data must have", g.prompts, "fewer make an empty epoch"
 
 
 def training(s: Any, plan: Plan) -> Iterator[Line]:
     g, t = plan.generation, plan.training
-    yield "micro-batches", t.micro_steps, f"{g.slices} slices x num_iterations {s.num_iterations}, forward and backward"
-    yield "optimizer steps", t.optimizer_steps, f"{t.micro_steps} / gradient_accumulation_steps {s.gradient_accumulation_steps}"
+    yield "forwards and backwards", t.micro_steps, f"{g.slices} slices x num_iterations {s.num_iterations}"
+    yield "optimizer steps", t.optimizer_steps, f"{t.micro_steps} / {s.gradient_accumulation_steps} accumulated"
     accumulated = f"{g.rows_per_slice} x {s.gradient_accumulation_steps} x {plan.processes}"
     yield "rollouts an optimizer step", t.rollouts_per_optimizer_step, accumulated
     if t.tokens_per_micro_step_at_most is not None:
         yield (
-            "tokens each, at most",
+            "tokens of each, at most",
             t.tokens_per_micro_step_at_most,
             f"{g.rows_per_slice} x {s.vllm_max_model_length:,}",
         )
@@ -101,14 +101,9 @@ def training(s: Any, plan: Plan) -> Iterator[Line]:
 
 def old_logps(s: Any, plan: Plan) -> Iterator[Line]:
     g, o = plan.generation, plan.old_logps
-    legend = ", ".join(f"{letter} {word}" for letter, word in LETTERS.items() if letter in "".join(o.patterns))
     for i, pattern in enumerate(o.patterns):
-        yield (
-            f"generation {i + 1} of {o.generations_per_cycle}",
-            pattern if len(pattern) <= 32 else pattern[:29] + "...",
-            legend,
-        )
-        legend = ""
+        yield f"generation {i + 1} of {o.generations_per_cycle}", "", pattern if len(pattern) <= 99 else f"{pattern[:96]}..."
+    yield "", "", ", ".join(f"{letter} {word}" for letter, word in LETTERS.items() if letter in "".join(o.patterns))
     mean = "" if o.generations_per_cycle == 1 else f", a mean over {o.generations_per_cycle} generations"
     yield "rows for free", o.rows_free, f"of {g.rollouts:,}, all ranks{mean}"
     yield (
@@ -118,7 +113,11 @@ def old_logps(s: Any, plan: Plan) -> Iterator[Line]:
     )
     if o.rows_reanchored:
         yield "rows taken anew", o.rows_reanchored, f"older than {s.old_logps_max_age} step(s), free"
-    yield "rows stock TRL computes", o.rows_computed_by_trl, "all with the engine's correction, else by its static rule"
+    yield (
+        "rows stock TRL computes",
+        o.rows_computed_by_trl,
+        "to correct for the engine" if has_correction(s) else "by its static rule",
+    )
     if o.rows_computed:
         yield from pass_lines(s, plan.old_logps_pass, "logps_micro_batch_size")
 
@@ -150,10 +149,10 @@ def engine(s: Any, plan: Plan) -> Iterator[Line]:
     if e is None:
         yield "engines", "none", "use_vllm false" if not s.use_vllm else f"vllm_mode {s.vllm_mode}: a server of its own"
         return
-    yield "engines", e.engines, f"{plan.processes} rank(s) / vllm_tensor_parallel_size {e.ranks}"
+    yield "engines", e.engines, f"{plan.processes} rank(s) / tensor parallel {e.ranks}"
     yield "sequences an engine", e.sequences, f"{plan.generation.rollouts_per_rank} a rank x {e.ranks} rank(s)"
     if e.row_tokens_at_most is not None:
-        yield "tokens each, at most", e.row_tokens_at_most, "vllm_max_model_length, prompt and completion"
+        yield "tokens of each, at most", e.row_tokens_at_most, "vllm_max_model_length"
 
 
 def evaluation(s: Any, plan: Plan) -> Iterator[Line]:

@@ -24,6 +24,15 @@ class Zero:
 def zero_of(deepspeed: Any, accelerate: Path | None) -> Zero:
     """From the recipe's `deepspeed` (a mapping or a JSON file) and the file given to `accelerate launch`. Raises RecipeError."""
     launcher = read_yaml(accelerate) if accelerate is not None else {}
+    try:
+        return _zero(deepspeed, launcher)
+    except (ValueError, AttributeError, TypeError) as error:  # anything may stand in these files
+        raise RecipeError(
+            f"The ZeRO stage cannot be read from {'the DeepSpeed settings' if accelerate is None else accelerate}: {error}."
+        ) from None
+
+
+def _zero(deepspeed: Any, launcher: dict[Any, Any]) -> Zero:
     settings = launcher.get("deepspeed_config") or {}
     if deepspeed is None:
         deepspeed = settings.get("deepspeed_config_file")
@@ -32,26 +41,20 @@ def zero_of(deepspeed: Any, accelerate: Path | None) -> Zero:
         stage, devices = zero.get("stage"), {name: (zero.get(name) or {}).get("device") for name in OFFLOADS}
     else:
         stage, devices = settings.get("zero_stage"), {name: settings.get(f"{name}_device") for name in OFFLOADS}
-    try:
-        return Zero(
-            stage=coerced("zero_stage", stage or 0, "int"),
-            offload_optimizer=devices["offload_optimizer"] not in (None, "none"),
-            offload_param=devices["offload_param"] not in (None, "none"),
-            machines=coerced("num_machines", launcher.get("num_machines", 1), "int"),
-            processes=coerced("num_processes", launcher.get("num_processes"), "int?"),
-        )
-    except ValueError as error:
-        raise RecipeError(str(error)) from None
+    return Zero(
+        stage=coerced("zero_stage", stage or 0, "int"),
+        offload_optimizer=devices["offload_optimizer"] not in (None, "none"),
+        offload_param=devices["offload_param"] not in (None, "none"),
+        machines=coerced("num_machines", launcher.get("num_machines", 1), "int"),
+        processes=coerced("num_processes", launcher.get("num_processes"), "int?"),
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise RecipeError(
-            f"The DeepSpeed configuration {path} cannot be read: {getattr(error, 'strerror', None) or error}. Its path counts "
-            "from the folder the run is started in; start plan there too."
+        raise ValueError(
+            f"{path}: {getattr(error, 'strerror', None) or error}; its path counts from the folder the run is started in, so "
+            "start plan there too"
         ) from None
-    if not isinstance(loaded, dict):
-        raise RecipeError(f"The DeepSpeed configuration {path} holds no JSON object.")
-    return loaded

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from grpo_ext.logprobs.window import Loop
 from grpo_ext.plan import run_plan
 from grpo_ext.plan.answer import answer_for
 from grpo_ext.plan.cycle import play, sorted_together
-from grpo_ext.plan.recipe import RecipeError, read_recipe
+from grpo_ext.plan.recipe import FIELDS, RecipeError, read_recipe
 from grpo_ext.plan.zero import Zero, zero_of
 
 ROOT = Path(__file__).parents[2]
@@ -288,6 +290,18 @@ def test_values_of_a_wrong_kind(recipe, given, said):
     assert re.search(said, read_recipe(recipe(given)).problems[0].text)
 
 
+ANYTHING = st.sampled_from([None, True, 0, -1, 1.5, float("nan"), 8, "8", "x", "{", "{}", [], [1], {}, {"temperature": "hot"}])
+FUZZED = [*(name for name in json.loads(FIELDS.read_text())["config"]), "model_name_or_path", "lora_r", "other", 3]
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(st.sampled_from(FUZZED), ANYTHING, max_size=6), st.integers(1, 8))
+def test_no_recipe_makes_it_stumble(recipe, content, processes):
+    answer = answer_for(recipe(content), processes)
+    assert (answer.plan is None) == bool(answer.problems)
+    json.dumps(answer.as_json())
+
+
 # ---- ZeRO ------------------------------------------------------------------------------------------------------------
 def test_the_zero_stage_of_every_accelerate_file(monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -303,7 +317,7 @@ def test_the_zero_stage_of_a_recipe(tmp_path):
     settings = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
     (tmp_path / "ds.json").write_text(json.dumps(settings))
     assert zero_of(settings, None) == zero_of(str(tmp_path / "ds.json"), None) == Zero(3, offload_optimizer=True)
-    with pytest.raises(RecipeError, match=r"missing\.json cannot be read"):
+    with pytest.raises(RecipeError, match=r"missing\.json: No such file"):
         zero_of("missing.json", None)
 
 
