@@ -45,8 +45,7 @@ def play(loop: Loop, rows: int, mode: str = "window", max_age: int | None = None
             if number in anchors and too_old(anchors[number], version, max_age):
                 del anchors[number]
             if mode == "window" and (deadline or budget):
-                used = range(min(use, loop.slices))
-                wanted = due(uses(loop, start + use, use), {*anchors, *used}, NEVER, max_age, version - generated)
+                wanted = due(uses(loop, start + use, use), anchors, NEVER, max_age, version - generated)
                 now = rows_now(len(wanted) * rows - done, budget, deadline)
                 cycle.portions += [now] if now else []
                 done += now

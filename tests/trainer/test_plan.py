@@ -17,6 +17,17 @@ from tests.trainer.replay import train
         ({"gradient_accumulation_steps": 2, "steps_per_generation": 4}, 2),
         ({"gradient_accumulation_steps": 4, "steps_per_generation": 3, "num_iterations": 2}, 3),
         ({"gradient_accumulation_steps": 1, "steps_per_generation": 4, "old_logps_max_age": 1}, 4),
+        ({"gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 3, "old_logps_max_age": 2}, 6),
+        (
+            {
+                "gradient_accumulation_steps": 1,
+                "steps_per_generation": 2,
+                "num_iterations": 3,
+                "old_logps_max_age": 2,
+                "old_logps": "rollout",
+            },
+            6,
+        ),
         ({"gradient_accumulation_steps": 2, "steps_per_generation": 4, "old_logps": "always"}, 2),
         ({"gradient_accumulation_steps": 2, "steps_per_generation": 4, "old_logps": "rollout"}, 2),
     ],

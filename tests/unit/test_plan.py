@@ -100,6 +100,14 @@ def test_patterns_of_the_other_modes():
     assert aged.patterns == ["f|c|a|a|"] and (aged.free, aged.computed, aged.reanchored) == (2, 2, 4)
 
 
+def test_patterns_of_rollouts_that_grow_old():
+    """An anchor older than two steps is taken anew: slice 0 of version 0 at version 4, slice 1 of version 0 at 3."""
+    aged = play(Loop(1, 2, 3), 2, max_age=2)
+    assert aged.patterns == ["f|c|k|a|a|k|"] and (aged.free, aged.computed, aged.reanchored) == (2, 2, 4)
+    engines = play(Loop(1, 2, 3), 2, "rollout", max_age=2)
+    assert engines.patterns == ["e|e|k|a|a|k|"] and (engines.free, engines.reanchored) == (4, 4)
+
+
 def test_a_budget_spreads_the_same_rows():
     at_once, spread = play(Loop(4, 8), 5), play(Loop(4, 8), 5, budget=3)
     assert at_once.portions == [20]
