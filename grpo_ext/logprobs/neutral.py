@@ -9,8 +9,7 @@ from typing import Any
 from trl import GRPOTrainer
 
 from grpo_ext.logprobs.positions import dynamic_rope_limit, is_prompt_learning
-
-NEUTRAL_LOSSES = ("grpo", "dapo", "dr_grpo", "cispo", "sapo", "vespo", "luspo")
+from grpo_ext.rules import NEUTRAL_LOSSES
 
 
 def grouping_obstacle(trainer: Any, asked_for: bool = False) -> str | None:
