@@ -18,7 +18,9 @@ _LEFT = 0.1
 class Evidence:
     """Measured on fresh rollouts, engine and actor on the same tokens; means of absolute differences, in nats, over `tokens`.
 
-    actor: engine's log-probs against those the loss would see. bias: mean of the latter minus the former.
+    actor: engine's log-probs against those the loss would see. bias: mean of the latter minus the former. probability: mean
+        |difference| of the probabilities. largest: largest |difference| of log-probs.
+    padding: the loss's log-probs, rows of all lengths in one batch, against row by row, both in evaluation mode.
     model: engine scoring the tokens at temperature 1, against the actor in evaluation mode; base: against the actor without
         its adapter; None where there is no such thing.
     hypotheses: engine's log-probs against those the actor's logits would give if ...; by the names that `candidates` uses.
@@ -35,6 +37,9 @@ class Evidence:
     actor: float
     bias: float
     hypotheses: dict[str, float]
+    probability: float = 0.0
+    largest: float = 0.0
+    padding: float = 0.0
     model: float | None = None
     base: float | None = None
     dropout: float = 0.0

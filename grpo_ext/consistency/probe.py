@@ -97,8 +97,7 @@ def _evidence(trainer: Any, engine: Any, rows: ProbeRows) -> Evidence:
                 base = _look(model, rows, settings)
     given = {name: residual(mu, values) for name, values in actor.logps.items()}
     fits = [fitted_temperature(actor.logits, actor.ids, logps) for logps in (mu, steady)]
-    fitted = (actor.logits / fits[0]).log_softmax(dim=-1).gather(-1, actor.ids[:, None]).squeeze(-1)
-    given["fitted"] = residual(mu, fitted)
+    given["fitted"] = residual(mu, actor.at(fits[0]))
     if base is not None:
         given["adapter off"] = residual(mu, base.logps["plain"])
     scored = engine.score([p + c for p, c in zip(rows.prompts, rows.completions, strict=True)])
@@ -106,16 +105,20 @@ def _evidence(trainer: Any, engine: Any, rows: ProbeRows) -> Evidence:
     if scored is not None:
         asked = torch.tensor([v for row, c in zip(scored, rows.completions, strict=True) for v in row[len(row) - len(c) :]])
     difference = loss.double() - mu
+    difference = difference[torch.isfinite(difference)]
     stale, compared = engine.stale_parameters()
     return Evidence(
         tokens=len(mu),
         engine_dtype=engine.engine_dtype,
         actor_dtype=engine.actor_dtype,
         actor=residual(mu, loss),
-        bias=float(difference[torch.isfinite(difference)].mean()),
+        bias=float(difference.mean()) if len(difference) else 0.0,
+        probability=residual(mu.exp(), loss.exp()),
+        largest=float(difference.abs().max()) if len(difference) else 0.0,
+        padding=residual(steady, actor.at(trainer.temperature)),
         hypotheses=given,
-        model=None if asked is None else residual(asked, actor.raw),
-        base=None if asked is None or base is None else residual(asked, base.raw),
+        model=None if asked is None else residual(asked, actor.at(1.0)),
+        base=None if asked is None or base is None else residual(asked, base.at(1.0)),
         dropout=residual(loss, steady),
         dropout_modules=tuple(active_dropout(model)),
         head=engine.head_difference(),
@@ -134,14 +137,15 @@ def _evidence(trainer: Any, engine: Any, rows: ProbeRows) -> Evidence:
 
 @dataclass(frozen=True)
 class _Look:
-    """The actor's view of all completion tokens (N,): logits (N, V) before the temperature, ids, log-probs at temperature 1
-    (`raw`) and by hypothesis."""
+    """The actor's view of all completion tokens (N,): logits (N, V) before the temperature, ids, log-probs by hypothesis."""
 
     logits: torch.Tensor
     ids: torch.Tensor
-    raw: torch.Tensor
     logps: dict[str, torch.Tensor]
     log_kept_mass: float
+
+    def at(self, temperature: float) -> torch.Tensor:
+        return (self.logits / temperature).log_softmax(dim=-1).gather(-1, self.ids[:, None]).squeeze(-1)
 
 
 def _look(model: Any, rows: ProbeRows, settings: SamplingSettings) -> _Look:
@@ -154,10 +158,8 @@ def _look(model: Any, rows: ProbeRows, settings: SamplingSettings) -> _Look:
         ids.append(token)
         logps.append(hypotheses(row, token, prompt, settings))
         kept.append(log_kept_mass(row / settings.temperature, settings))
-    every, token = torch.cat(logits), torch.cat(ids)
-    raw = every.log_softmax(dim=-1).gather(-1, token[:, None]).squeeze(-1)
     by_name = {name: torch.cat([each[name] for each in logps]) for name in logps[0]}
-    return _Look(every, token, raw, by_name, float(torch.cat(kept).mean()))
+    return _Look(torch.cat(logits), torch.cat(ids), by_name, float(torch.cat(kept).mean()))
 
 
 def _loss_logps(trainer: Any, rows: ProbeRows, training: bool) -> torch.Tensor:

@@ -97,7 +97,7 @@ class ColocatedEngine(VLLMGeneration):
         kwargs["use_tqdm_on_load"] = False
         if _trl.is_cpu_engine():
             kwargs["enforce_eager"] = True  # compiling costs minutes there and gains little
-        if self._pushes_adapter:
+        if self.pushes_adapter:
             rank = max(config.r for config in self.model.peft_config.values())
             kwargs.update(enable_lora=True, max_loras=1, max_lora_rank=_lora_rank(rank))
         kwargs.update(_tokenizer_kwargs(kwargs["model"], self.processing_class))
@@ -108,7 +108,7 @@ class ColocatedEngine(VLLMGeneration):
 
     def _prepare_push(self, llm: Any) -> None:
         """List what a push of weights reads, and rehearse it: a push that cannot work must not start."""
-        if self._pushes_adapter:
+        if self.pushes_adapter:
             return
         self._units = weight_units(self.model)
         parameters = {
@@ -136,7 +136,8 @@ class ColocatedEngine(VLLMGeneration):
 
     # ---- weights ---------------------------------------------------------------------------------------------------
     @property
-    def _pushes_adapter(self) -> bool:
+    def pushes_adapter(self) -> bool:
+        """Whether pushes carry the LoRA matrices alone."""
         return self.weight_sync == "adapter" and is_peft_model(self.model)
 
     def sync_weights(self) -> None:
@@ -149,7 +150,7 @@ class ColocatedEngine(VLLMGeneration):
             empty_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
-        if self._pushes_adapter:
+        if self.pushes_adapter:
             self._push_adapter()
         else:
             self._push_weights()
@@ -184,7 +185,7 @@ class ColocatedEngine(VLLMGeneration):
                 sampling_params = [
                     _with_seed(sampling_params, row_seed(self.rollout_seed, call, first_row + i)) for i in range(len(requests))
                 ]
-            if self._pushes_adapter:
+            if self.pushes_adapter:
                 kwargs["lora_request"] = _lora_request()
             return engine_generate(requests, sampling_params=sampling_params, **kwargs)
 
@@ -203,7 +204,7 @@ class ColocatedEngine(VLLMGeneration):
         from vllm import SamplingParams
 
         requests = [{"prompt_token_ids": ids[: self.llm.llm_engine.model_config.max_model_len - 1]} for ids in rows]
-        kwargs: dict[str, Any] = {"lora_request": _lora_request()} if self._pushes_adapter else {}
+        kwargs: dict[str, Any] = {"lora_request": _lora_request()} if self.pushes_adapter else {}
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, seed=0, detokenize=False)
         outputs = self.llm.generate(requests, sampling_params=params, use_tqdm=False, **kwargs)
         scored = []
@@ -217,7 +218,7 @@ class ColocatedEngine(VLLMGeneration):
 
         Only what the engine keeps as it was loaded can be: on CPU no packed layer. A collective.
         """
-        if self._pushes_adapter or self.enable_sleep_mode:
+        if self.pushes_adapter or self.enable_sleep_mode:
             return [], 0
         held = dict(_trl.engine_model(self.llm).named_parameters())
         stale, compared = [], 0
