@@ -72,16 +72,20 @@ def main() -> None:
         start = time.perf_counter()
         subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
         seconds = time.perf_counter() - start
-        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        peak = used.ru_maxrss / 1024
         results = {
             "steps": arguments.steps,
             "shape": [arguments.rows, arguments.positions],
             "tokens_every": arguments.tokens_every,
             "seconds": seconds,
+            "cpu_seconds": used.ru_utime + used.ru_stime,
             "peak_mib": peak,
             "page_mib": page.stat().st_size / MIB,
         }
-    print(f"{arguments.steps} steps: {seconds:.1f} s, peak {peak:.0f} MiB resident, page of {results['page_mib']:.1f} MiB")
+    print(
+        f"{arguments.steps} steps: {seconds:.1f} s ({results['cpu_seconds']:.1f} s of processor time), peak {peak:.0f} MiB resident, page of {results['page_mib']:.1f} MiB"
+    )
     arguments.out.parent.mkdir(exist_ok=True)
     arguments.out.write_text(json.dumps(results, indent=2) + "\n")
 

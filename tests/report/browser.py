@@ -45,6 +45,7 @@ class Browser:
             if self.process.poll() is not None:
                 raise RuntimeError(f"chromium ended with {self.process.returncode} before it listened")
             if time.monotonic() > deadline:
+                self.process.kill()
                 raise RuntimeError("chromium did not listen within a minute")
             time.sleep(0.05)
         return int(file.read_text().split("\n")[0])

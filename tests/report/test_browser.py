@@ -83,7 +83,7 @@ def test_the_worst_step_comes_first(browser, page):
     assert text(browser, "#worst-step") == "5"
     assert picture(browser)[0] == expected_picture(5)
     assert text(browser, "#step-facts").startswith(
-        "2 samples × 4 positions, 6 tokens: mean 0.155, p99 0.49, max 0.5, 1 unscored"
+        "2 × 4 (samples × positions), 6 tokens: mean 0.155, p99 0.49, max 0.5, 1 unscored"
     )
     assert_quiet(browser, page)
 

@@ -136,7 +136,9 @@ def steps(*means):
     [
         ([3.1e-7], None, ("healthy", "mean 3.1e-07, healthy: below 0.005")),
         ([1e-7, 3e-7], 0.01, ("healthy", "mean 2e-07, healthy: below 0.005 at each of 2 steps")),
-        ([1e-7, None], None, ("healthy", "mean 1e-07, healthy: below 0.005")),
+        ([1e-7, None], None, ("healthy", "mean 1e-07, healthy: below 0.005; 1 step without a scored token")),
+        ([0.02], None, ("warn", "mean 0.02, above 0.005")),
+        ([0.02], 0.01, ("stop", "mean 0.02, above 0.01")),
         ([1e-7, 0.02, 0.006], None, ("warn", "2 of 3 steps above 0.005, first at step 1 (mean 0.02)")),
         ([0.005, 0.006], 0.01, ("warn", "1 of 2 steps above 0.005, first at step 1 (mean 0.006)")),
         (

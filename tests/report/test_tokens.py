@@ -17,7 +17,7 @@ def test_facts_of_the_worst_tokens(tmp_path):
     problems = Problems()
     facts = read_tokens(write_tokens(tmp_path, 1, TEXTS), WORST, 4, problems)
     assert problems.lines() == []
-    assert facts[0, 1] == TokenFacts(101, "␣the", pytest.approx(0.5), pytest.approx(0.25), 1, "prompt␣0")
+    assert facts[0, 1] == TokenFacts(101, "␣the", pytest.approx(0.5), pytest.approx(0.25), 1, "prompt 0")
     assert facts[2, 0].text == "↵"
 
 

@@ -26,6 +26,11 @@ function span(first, block, end) {
 function decadeTicks(from, to) {
   const every = to - from > 6 ? 2 : 1;
   const values = [];
+  if (to - from < 1.5) { // a decade may not lie inside
+    for (let e = Math.floor(from); e <= to; e++) for (const digit of [1, 2, 5]) values.push(e + Math.log10(digit));
+    const inside = values.filter((v) => v >= from && v <= to);
+    return { tickvals: inside, ticktext: inside.map((v) => format(10 ** v, 1)) };
+  }
   for (let exponent = Math.ceil(from); exponent <= to; exponent++) if (exponent % every === 0) values.push(exponent);
   return { tickvals: values, ticktext: values.map((e) => (e === 0 ? "1" : "10<sup>" + e + "</sup>")) };
 }
@@ -144,7 +149,7 @@ function drawHistogram(step) {
       range: [-data.decades - 3 * width, 0], showgrid: false,
       tickvals: [left[0] + width / 2, ...ticks.tickvals.slice(1)], ticktext: ["0", ...ticks.ticktext.slice(1)],
     }),
-    yaxis: axis("tokens", { type: "log", range: [Math.log10(0.7), Math.log10(most) + 0.3], dtick: 1 }),
+    yaxis: axis("tokens", { type: "log", range: [Math.log10(0.7), Math.log10(most) + 0.3], dtick: most < 20 ? "D2" : 1 }),
   }), config);
 }
 
@@ -196,7 +201,7 @@ function select(index) {
   byId("step").value = byId("slider").value = selected;
   byId("previous").disabled = selected === 0;
   byId("next").disabled = selected === data.steps.length - 1;
-  byId("step-facts").textContent = step.shape[0] + " samples × " + step.shape[1] + " positions, " + step.tokens.toLocaleString("en")
+  byId("step-facts").textContent = step.shape.join(" × ") + " (samples × positions), " + step.tokens.toLocaleString("en")
     + " tokens: mean " + format(step.mean) + ", p99 " + format(step.p99) + ", max " + format(step.max)
     + (step.unscored ? ", " + step.unscored.toLocaleString("en") + " unscored" : "");
   byId("worst-step").textContent = step.step;

@@ -63,14 +63,18 @@ def verdict(steps: list[StepSummary], thresholds: Thresholds) -> tuple[str, str]
     scored = [(s.step, s.mean, s.tokens) for s in steps if s.mean is not None]
     if not scored:
         return "unknown", "no token was scored on both sides: nothing can be said"
-    counted = "1 step" if len(scored) == 1 else f"{len(scored)} steps"
     above = [(step, mean) for step, mean, _ in scored if mean > thresholds.warn]
-    if not above:
-        mean = sum(mean * tokens for _, mean, tokens in scored) / sum(tokens for _, _, tokens in scored)
-        each = "" if len(scored) == 1 else f" at each of {counted}"
-        return "healthy", f"mean {mean:.3g}, healthy: below {thresholds.warn:g}{each}"
-    text = f"{len(above)} of {counted} above {thresholds.warn:g}, first at step {above[0][0]} (mean {above[0][1]:.3g})"
     over = [(step, mean) for step, mean in above if thresholds.stop is not None and mean > thresholds.stop]
-    if not over:
-        return "warn", text
-    return "stop", f"{text}; {len(over)} above {thresholds.stop:g}, first at step {over[0][0]} (mean {over[0][1]:.3g})"
+    level = "stop" if over else "warn" if above else "healthy"
+    mean = sum(mean * tokens for _, mean, tokens in scored) / sum(tokens for _, _, tokens in scored)
+    if not above:
+        text = f"mean {mean:.3g}, healthy: below {thresholds.warn:g}"
+        text += f" at each of {len(scored)} steps" if len(scored) > 1 else ""
+    elif len(scored) == 1:
+        text = f"mean {mean:.3g}, above {thresholds.stop if over else thresholds.warn:g}"
+    else:
+        text = f"{len(above)} of {len(scored)} steps above {thresholds.warn:g}, first at step {above[0][0]} (mean {above[0][1]:.3g})"
+        if over:
+            text += f"; {len(over)} above {thresholds.stop:g}, first at step {over[0][0]} (mean {over[0][1]:.3g})"
+    blank = len(steps) - len(scored)
+    return level, text + (f"; {blank} step{'s' if blank > 1 else ''} without a scored token" if blank else "")

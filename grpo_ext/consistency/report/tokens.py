@@ -71,7 +71,7 @@ def _facts(row: dict[str, Any]) -> TokenFacts:
         rollout=_probability(row.get("rollout_log_prob")),
         actor=_probability(row.get("old_log_prob")),
         policy_version=row.get("policy_version"),
-        prompt=None if row.get("prompt_id") is None else visible(str(row["prompt_id"])),
+        prompt=None if row.get("prompt_id") is None else str(row["prompt_id"])[:_LONGEST],
     )
 
 
