@@ -12,7 +12,7 @@ from grpo_ext import ranks
 from grpo_ext.consistency import keys
 from grpo_ext.consistency.dump import TokenRecords, check_writable, keep_last, write_pair, write_tokens
 from grpo_ext.consistency.monitor import ObservedRows, VersionReport
-from grpo_ext.consistency.prob_diff import diff_grid, token_diff
+from grpo_ext.consistency.prob_diff import token_diff
 from grpo_ext.notices import Notices
 
 logger = get_logger(__name__)  # the main process speaks for all
@@ -69,7 +69,9 @@ class ProbDiffCallback(TrainerCallback):
         if self._trainer is trainer:
             return
         self._trainer = trainer
-        trainer.monitor.keeps_rows |= self.token_level
+        if self.token_level:
+            trainer.monitor.grid_shape = (self.samples, self.tokens)
+            trainer.monitor.keeps_rows |= self.save_dir is not None
         if self.save_dir is not None:
             accelerator = trainer.accelerator
             mine = check_writable(self.save_dir, trainer.args.output_dir) if accelerator.is_main_process else None
@@ -91,8 +93,8 @@ class ProbDiffCallback(TrainerCallback):
         if report is None:
             self._nothing_seen()
             return
-        if self.token_level:
-            self._show_tokens(report)
+        if self.save_dir is not None:
+            self._dump(self.save_dir, report)
         self._judge(report, control)
 
     def _nothing_seen(self) -> None:
@@ -104,28 +106,25 @@ class ProbDiffCallback(TrainerCallback):
                 "return 'logprobs' from rollout_func.",
             )
 
-    # ---- single tokens ---------------------------------------------------------------------------------------------
-    def _show_tokens(self, report: VersionReport) -> None:
+    # ---- dumps -----------------------------------------------------------------------------------------------------
+    def _dump(self, directory: str, report: VersionReport) -> None:
         """A collective: the rows of all ranks meet on the main process, in the order in which they were generated."""
-        monitor = self._trainer.monitor
-        parts = ranks.gathered_on_main(self._trainer.accelerator, [_arrays(rows) for rows in monitor.closed_rows])
+        rows = [_arrays(rows) for rows in self._trainer.monitor.closed_rows]
+        parts = ranks.gathered_on_main(self._trainer.accelerator, rows)
         if parts is None:
             return
         mu, pi, mask, ids, version, prompt_ids = _in_order([part for of_rank in parts for part in of_rank])
         diff = token_diff(torch.from_numpy(mu), torch.from_numpy(pi), torch.from_numpy(mask))
-        monitor.grid = diff_grid(diff, torch.from_numpy(mask), self.tokens, self.samples)
-        if self.save_dir is None:
-            return
         try:
-            write_pair(self.save_dir, report.step, diff.numpy(), mask)
+            write_pair(directory, report.step, diff.numpy(), mask)
             if self.save_tokens:
                 records = TokenRecords(ids, mu, pi, version, prompt_ids)
-                write_tokens(self.save_dir, report.step, mask, records, self._text_of)
-            keep_last(self.save_dir, self.keep_last)
+                write_tokens(directory, report.step, mask, records, self._text_of)
+            keep_last(directory, self.keep_last)
         except OSError as error:
             self._notices.once(
                 "dump",
-                f"The token differences of step {report.step} could not be written to {str(self.save_dir)!r} ({error}); training "
+                f"The token differences of step {report.step} could not be written to {str(directory)!r} ({error}); training "
                 "goes on without. Free some space there, or lower prob_diff_keep_last.",
             )
 
