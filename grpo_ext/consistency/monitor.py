@@ -1,6 +1,7 @@
 """Collects what rollouts and actor gave the same tokens, and yields exact aggregates over ranks, micro-batches and log intervals."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -35,3 +36,9 @@ class ProbDiffMonitor:
         if mode not in self._sums:
             return {}
         return prob_diff_metrics(*self._sums.pop(mode))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sums": dict(self._sums)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._sums = dict(state["sums"])
