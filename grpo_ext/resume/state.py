@@ -64,8 +64,9 @@ def read_state(path: str | os.PathLike, device: torch.device | str = "cpu") -> A
 
 def _digest(text: str, tensors: dict[str, torch.Tensor]) -> str:
     digest = blake2b(text.encode(), digest_size=16)
-    for name in sorted(tensors):
-        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
 

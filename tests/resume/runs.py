@@ -100,7 +100,6 @@ def report(trainer: Any) -> dict[str, Any]:
     return {
         "weights": digest(trainer.model),
         "logs": logs,
-        "pushes": trainer.vllm_generation.pushes,
         "step": trainer.state.global_step,
         "distributed_type": str(trainer.accelerator.distributed_type.value),
         "partitioned": sum(p.numel() == 0 for p in trainer.model.parameters()),
