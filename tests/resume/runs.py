@@ -1,5 +1,6 @@
 """One training run, whole or in two parts, and what must not depend on which: the weights' bits and every logged number."""
 
+import json
 import re
 import time
 from collections.abc import Callable
@@ -119,3 +120,18 @@ def digest(model: Any) -> str:
     for parameter in parameters:
         found.update(parameter.detach().contiguous().view(torch.uint8).numpy())
     return found.hexdigest()
+
+
+def in_turn(model: str, runs: list[dict[str, Any]]) -> None:
+    """What a rank does: each of `runs` (arguments of `make`, with `resume` and `stall` as in `train`), all engines kept alive. The
+    reports go to `report{rank}.json` where the run wrote its checkpoints."""
+    kept = []
+    for run in runs:
+        arguments = dict(run)
+        out, resume, stall = arguments.pop("out"), arguments.pop("resume", None), arguments.pop("stall", None)
+        trainer = make(model, out, **arguments)
+        kept.append(trainer)
+        if stall is not None:
+            trainer.add_callback(Stall(stall, out))
+        trainer.train(resume_from_checkpoint=resume)
+        (Path(out) / f"report{trainer.accelerator.process_index}.json").write_text(json.dumps(report(trainer)))
