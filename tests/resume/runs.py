@@ -51,6 +51,7 @@ def make(
     ranks: bool = False,
     evaluate: bool = False,
     prompts: int = 64,
+    stream: bool = False,
     trainer: type = GRPOExtTrainer,
     **config: Any,
 ) -> Any:
@@ -68,7 +69,7 @@ def make(
         model,
         distinct_characters if engine else token_reward,
         GRPOExtConfig(**kwargs),
-        sums(prompts),
+        sums(prompts).to_iterable_dataset() if stream else sums(prompts),
         sums(8) if evaluate else None,
         peft_config=peft_config,
         **({} if engine else {"rollout_func": rollouts}),
@@ -135,3 +136,16 @@ def in_turn(model: str, runs: list[dict[str, Any]]) -> None:
             trainer.add_callback(Stall(stall, out))
         trainer.train(resume_from_checkpoint=resume)
         (Path(out) / f"report{trainer.accelerator.process_index}.json").write_text(json.dumps(report(trainer)))
+
+
+def sampled(model: str, out: str, **config: Any) -> list[tuple[list[int], list[int]]]:
+    """What a rank does to tell its first generation batch: (prompt, completion) of every rollout, in tokens."""
+    trainer = make(model, out, engine=True, max_steps=1, save_strategy="no", **config)
+    trainer.train()
+
+    def tokens(rows: Any, name: str) -> list[list[int]]:
+        pairs = zip(rows[f"{name}_ids"].tolist(), rows[f"{name}_mask"].tolist(), strict=True)
+        return [[token for token, real in zip(ids, mask, strict=True) if real] for ids, mask in pairs]
+
+    slices = trainer._buffered_inputs
+    return [pair for rows in slices for pair in zip(tokens(rows, "prompt"), tokens(rows, "completion"), strict=True)]

@@ -58,3 +58,18 @@ def test_two_ranks_under_zero3(models, tmp_path, config):
     whole, resumed = killed_and_resumed(models, tmp_path, zero3=True, processes=2, **config)
     assert all(report["distributed_type"] == "DEEPSPEED" and report["partitioned"] > 0 for report in [*whole, *resumed])
     assert_same(whole, resumed)
+
+
+@pytest.mark.slow
+def test_one_rank_and_two_sample_the_same(models, tmp_path):
+    """12 rollouts in groups of 4: with two ranks the second group lies on both."""
+    run = {"rollout_seed": 1, "gradient_accumulation_steps": 2, "steps_per_generation": 2, "num_iterations": 1}
+    found = []
+    for ranks in (1, 2):
+        reports = run_ranks(
+            "tests.resume.runs:sampled", tmp_path / f"{ranks}", zero3=ranks == 2, processes=ranks, model=models("qwen2"),
+            out=str(tmp_path / f"out{ranks}"), ranks=ranks == 2, per_device_train_batch_size=6 // ranks, **run,
+        )  # fmt: skip
+        found.append(sorted(rollout for report in reports for rollout in report))
+    assert len(found[0]) == 12 and len({tuple(completion) for _, completion in found[0]}) > 6
+    assert found[0] == found[1]
