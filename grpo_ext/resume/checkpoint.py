@@ -152,11 +152,23 @@ class Checkpoints:
             "settings": self._settings(),
             "rollouts": rollouts,
             "loop": _trl.loop_state(trainer),
-            "completions": _trl.completions_table(trainer) if trainer.accelerator.is_main_process else {},
+            "completions": self._table(),
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
         }
         os.makedirs(checkpoint, exist_ok=True)
         write_state(self._state_file(checkpoint), state)
+
+    def _table(self) -> dict[str, Any]:
+        """Rows of the next table of completions, on the rank that prints it; none where a column of the user's cannot be saved."""
+        table = _trl.completions_table(self._trainer) if self._trainer.accelerator.is_main_process else {}
+        try:
+            check_savable(table)
+        except Unsavable as error:
+            self._notices.once(
+                "table", f"Checkpoints hold no completions: {error}. The first table after a resume may be short."
+            )
+            return {}
+        return table
 
     def _savable(self, rollouts: Any) -> bool:
         """Whether every rank can save its rollouts: what one cannot, none does, or they would part ways on resume."""

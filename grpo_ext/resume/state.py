@@ -31,8 +31,9 @@ class Unsavable(TypeError):
 
 def write_state(path: str | os.PathLike, tree: Any) -> None:
     """Write `tree` to `path`. Raises `Unsavable`, before anything is written."""
-    tensors: dict[str, torch.Tensor] = {}
-    text = json.dumps(_packed(tree, "", tensors))
+    found: dict[str, torch.Tensor] = {}
+    text = json.dumps(_packed(tree, "", found))
+    tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in found.items()}
     metadata = {_KEY: VERSION, _TREE: text, _DIGEST: _digest(text, tensors)}
     with replacing(path) as unfinished:
         save_file(tensors, unfinished, metadata)
@@ -75,7 +76,7 @@ def _packed(value: Any, at: str, tensors: dict[str, torch.Tensor]) -> Any:
         if value.layout != torch.strided:
             raise Unsavable(f"{at or 'the tree'} is a tensor of layout {value.layout}")
         name = f"{len(tensors):05d}"
-        tensors[name] = value.detach().to("cpu", copy=True).contiguous()
+        tensors[name] = value
         here = {"$tensor": name, "device": "cpu" if value.device.type == "cpu" else "accelerator"}
         return here if value.is_contiguous() else {**here, "stride": list(value.stride())}
     if isinstance(value, np.generic):

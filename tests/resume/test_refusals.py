@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+from datetime import date
 
 import pytest
 from trl import GRPOConfig, GRPOTrainer
@@ -132,3 +133,23 @@ def test_a_buffer_that_cannot_be_saved(model, tmp_path, caplog):
     assert len(told) == 1 and "['pictures'][0] is a PIL.Image.Image" in told[0]
     part = train(model, tmp_path, trainer=Pictures, resume=True, **SHORT)
     assert part["step"] == 4 and part["logs"][2]["old_logps/rows_free"] == 8
+
+
+def test_a_column_that_cannot_be_saved(model, tmp_path, caplog):
+    """What a reward function logs beside the completions may be anything; training goes on."""
+
+    class Odd(GRPOExtTrainer):
+        def _calculate_rewards(self, *args, **kwargs):
+            self._logs["extra"]["odd"].extend([date(2026, 1, 1)] * 16)
+            return super()._calculate_rewards(*args, **kwargs)
+
+    with caplog.at_level(logging.WARNING, logger="grpo_ext"):
+        whole = train(model, tmp_path / "a", trainer=Odd, log_completions=True, logging_steps=9, **SHORT)
+    assert (
+        len([r.message for r in caplog.records if "hold no completions: ['extra']['odd'][0] is a datetime.date" in r.message])
+        == 1
+    )
+    part = train(
+        model, tmp_path / "b", resume=f"{tmp_path}/a/checkpoint-2", trainer=Odd, log_completions=True, logging_steps=9, **SHORT
+    )
+    assert part["weights"] == whole["weights"]
