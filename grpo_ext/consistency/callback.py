@@ -1,6 +1,5 @@
 """ProbDiffCallback: dumps the differences of single tokens, warns when rollouts and actor part, and stops the run if asked to."""
 
-import hashlib
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from grpo_ext.consistency.dump import TokenRecords, check_writable, keep_last, w
 from grpo_ext.consistency.monitor import ObservedRows, VersionReport
 from grpo_ext.consistency.prob_diff import token_diff
 from grpo_ext.notices import Notices
+from grpo_ext.rollout.seeds import prompt_key
 
 logger = get_logger(__name__)  # the main process speaks for all
 
@@ -57,8 +57,6 @@ class ProbDiffCallback(TrainerCallback):
         self.automatic = automatic
         self._trainer: Any = None
         self._notices = Notices()
-        self._above_stop = 0
-        self._sick = False
 
     def bind(self, trainer: Any) -> None:
         """Take the trainer whose monitor is followed. A collective.
@@ -77,9 +75,6 @@ class ProbDiffCallback(TrainerCallback):
             mine = check_writable(self.save_dir, trainer.args.output_dir) if accelerator.is_main_process else None
             if fault := ranks.from_main(accelerator, mine):
                 raise ValueError(f"prob_diff_save_dir={str(self.save_dir)!r}: {fault}.")
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._above_stop, self._sick = 0, False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._trainer is None:
@@ -133,15 +128,13 @@ class ProbDiffCallback(TrainerCallback):
 
     # ---- thresholds ------------------------------------------------------------------------------------------------
     def _judge(self, report: VersionReport, control: Any) -> None:
-        mean = report.metrics.get(keys.MEAN)
-        if mean is None:
+        means = [each.metrics[keys.MEAN] for each in self._trainer.monitor.reports if keys.MEAN in each.metrics]
+        if keys.MEAN not in report.metrics:
             return
-        self._above_stop = self._above_stop + 1 if self.stop is not None and mean > self.stop else 0
-        stops = self.stop is not None and self._above_stop >= self.patience
-        sick = stops or (self.warn is not None and mean > self.warn)
-        if sick and (stops or not self._sick):
-            self._say(report, mean, stops)
-        self._sick = sick
+        stops = self.stop is not None and len(means) >= self.patience and min(means[-self.patience :]) > self.stop
+        sick = [self.warn is not None and mean > self.warn for mean in means[-2:]]
+        if stops or sick in ([True], [False, True]):
+            self._say(report, means[-1], stops)
         if stops:
             control.should_save = control.should_training_stop = True
 
@@ -164,7 +157,7 @@ Part = tuple[np.ndarray, ...]
 def _arrays(rows: ObservedRows) -> Part:
     """One slice as arrays: generation, row_id, mu, pi, mask, ids, version, prompt id."""
     n = len(rows.row_id)
-    prompts = np.array([prompt_id(ids) for ids in rows.prompts])
+    prompts = np.array([prompt_key(ids) for ids in rows.prompts])
     tensors = (rows.mu.float(), rows.pi.float(), rows.mask, rows.ids)
     arrays = [tensor.detach().cpu().numpy() for tensor in tensors]
     return (np.full(n, rows.generation), rows.row_id.cpu().numpy(), *arrays, np.full(n, rows.version), prompts)
@@ -182,8 +175,3 @@ def _in_order(parts: list[Part]) -> tuple[Any, ...]:
 
 def _widened(array: np.ndarray, width: int) -> np.ndarray:
     return np.pad(array, ((0, 0), (0, width - array.shape[1])))
-
-
-def prompt_id(ids: list[int]) -> str:
-    """Name of a prompt: the same for the same tokens, in every run. 16 hex digits of BLAKE2."""
-    return hashlib.blake2b(np.asarray(ids, dtype=np.int64).tobytes(), digest_size=8).hexdigest()

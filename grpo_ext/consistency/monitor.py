@@ -15,7 +15,7 @@ from grpo_ext.consistency import keys
 from grpo_ext.consistency.prob_diff import token_diff
 from grpo_ext.consistency.sums import ConsistencySums, consistency_metrics, consistency_sums
 
-HISTORY = 1000  # versions remembered
+HISTORY, REMEMBERED = 1000, 50  # versions kept, and kept over a resume
 NO_CELL = -1.0
 
 
@@ -54,7 +54,7 @@ class ProbDiffMonitor:
         self._closed_step: int | None = None
         self.keeps_rows = False
         self.grid_shape = (0, 0)  # rows and positions whose single tokens are logged
-        self.generation = 0  # generation batches so far
+        self.generation = 0  # number of the generation batch that rows come from
         self._newest: tuple[torch.Tensor, torch.Tensor] | None = None
         self._rows: list[ObservedRows] = []
         self.closed_rows: list[ObservedRows] = []  # what the last report is made of, where rows are kept
@@ -131,6 +131,20 @@ class ProbDiffMonitor:
     def newest_prompts(self) -> list[list[int]]:
         """Token ids of the prompts of the rows observed last, on this rank."""
         return _unpadded(*self._newest) if self._newest is not None else []
+
+    def train_begins(self) -> None:
+        self.reports.clear()
+
+    # ---- over a resume -----------------------------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        sums = {mode: {"sums": of.sums, "maxima": of.maxima} for mode, of in self._closed.items()}
+        reports = [[report.step, report.version, report.metrics] for report in list(self.reports)[-REMEMBERED:]]
+        return {"closed": sums, "version": self._version, "grid": self._grid, "reports": reports}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._closed = {mode: ConsistencySums(**sums) for mode, sums in state["closed"].items()}
+        self._version, self._grid = state["version"], state["grid"]
+        self.reports.extend(VersionReport(*report) for report in state["reports"])
 
 
 def grid_of(cells: torch.Tensor) -> dict[str, float]:
