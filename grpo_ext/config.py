@@ -85,6 +85,10 @@ class GRPOExtConfig(GRPOConfig):
             Optimizer steps whose dumps are kept; older ones are deleted.
         prob_diff_save_tokens (`bool`, defaults to `False`):
             Write a Parquet file beside each dump: token ids and text, both log-probs, policy version, prompt.
+        sampling_mismatch (`str`, defaults to `"warn"`):
+            What to do where the engine samples from another distribution than the trainer scores (top_p, top_k, min_p, penalties,
+            logit bias, `generation_kwargs` included). "warn": say so once, with the bias measured on the first rollouts. "error":
+            refuse. "correct": score the actor on the support that was sampled from, at the cost of full logits.
         resume_rollouts (`bool`, defaults to `True`):
             Resume with the rollouts, their old log-probs, counts and seeds that the checkpoint holds, as if the run had never
             stopped; a checkpoint whose state is damaged, incomplete or of other settings is refused. False: that state is not
@@ -150,6 +154,10 @@ class GRPOExtConfig(GRPOConfig):
     prob_diff_keep_last: int = field(default=100, metadata={"help": "Optimizer steps whose dumps are kept."})
     prob_diff_save_tokens: bool = field(
         default=False, metadata={"help": "Write a Parquet file with tokens and both log-probs beside each dump."}
+    )
+    sampling_mismatch: str = field(
+        default="warn",
+        metadata={"help": "Where sampling is truncated or penalised: 'warn', 'error', or 'correct' the actor's log-probs."},
     )
     resume_rollouts: bool = field(
         default=True,

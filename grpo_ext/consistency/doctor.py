@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ext.plan.recipe import RecipeError, read_recipe
-from grpo_ext.rules import as_mapping
+from grpo_ext.rollout.sampling import as_mapping
 
 # Settings of a recipe that decide how engine and actor compute; what it trains on and for how long does not matter here.
 _TAKEN = (

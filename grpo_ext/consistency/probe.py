@@ -17,7 +17,8 @@ from grpo_ext import ranks
 from grpo_ext.consistency.diagnosis import Evidence, Finding, diagnose, finding
 from grpo_ext.consistency.hypotheses import fitted_temperature, hypotheses, residual
 from grpo_ext.logprobs.dropout import active_dropout
-from grpo_ext.rollout.sampling import SamplingSettings, effective_sampling, log_kept_mass
+from grpo_ext.logprobs.support import log_kept_mass
+from grpo_ext.rollout.sampling import SamplingSettings, effective_sampling
 
 ROWS, TOKENS = 8, 48
 
