@@ -75,6 +75,10 @@ class GRPOExtConfig(GRPOConfig):
         group_rollouts_by_length (`bool`, *optional*):
             Put rollouts of like length into the same slice, among slices that share their optimizer windows. Unset: where it
             is known not to change the gradient. False: never. True: with a `_compute_loss` of your own as well.
+        shared_prompt (`bool` or `str`, defaults to `"auto"`):
+            Encode a prompt once for all of its rollouts in a slice, as the trunk of a tree whose branches are the completions, in
+            every pass. "auto": where that is cheaper than rows, and the model can. True: wherever the model can. False: never.
+            In the first two the head projects the completions' positions only, of rows as well.
         logps_micro_batch_size (`int`, *optional*):
             Rows per forward of the actor without gradient. Unset: `per_device_train_batch_size`.
         ref_logps_micro_batch_size (`int`, *optional*):
@@ -115,6 +119,10 @@ class GRPOExtConfig(GRPOConfig):
         default=None,
         metadata={"help": "Put rollouts of like length into the same slice; unset: where the gradient stays the same."},
     )
+    shared_prompt: str = field(  # or a bool: the command line's parser takes no union of the two
+        default="auto",
+        metadata={"help": "Encode a prompt once for its rollouts: 'auto' (where that is cheaper), true, or false."},
+    )
     logps_micro_batch_size: int | None = field(
         default=None, metadata={"help": "Rows per forward of the actor without gradient; unset: the training batch's."}
     )
@@ -135,6 +143,7 @@ class GRPOExtConfig(GRPOConfig):
         super().__post_init__()
         self._check_engine_fields()
         self._check_old_logps()
+        self._check_shared_prompt()
         self._check_sizes()
 
     # ---- chosen for the user ---------------------------------------------------------------------------------------
@@ -245,6 +254,15 @@ class GRPOExtConfig(GRPOConfig):
                 "the engine's log-probs and their correction lead back to the policy that sampled them; with "
                 f"use_vllm={self.use_vllm} and vllm_importance_sampling_correction="
                 f"{self.vllm_importance_sampling_correction} there are none. Set both to True, or leave the age unset."
+            )
+
+    def _check_shared_prompt(self) -> None:
+        said: dict[str, Any] = {"true": True, "false": False}
+        self.shared_prompt = said.get(str(self.shared_prompt).lower(), self.shared_prompt)
+        if self.shared_prompt not in ("auto", True, False):
+            raise ValueError(
+                f"shared_prompt={self.shared_prompt!r} is none of 'auto', True, False. Set 'auto' to encode a prompt once for its "
+                "rollouts where that is cheaper."
             )
 
     def _check_sizes(self) -> None:

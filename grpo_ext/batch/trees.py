@@ -12,17 +12,14 @@ trunk and itself. All trees of a slice stand one after another in a single line 
 B rows; P prompt columns, padded on the left; T completion columns, padded on the right; N tokens of a line.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from grpo_ext.batch.micro_batches import Chunks
-from grpo_ext.batch.padding import Lengths, lengths_of
+from grpo_ext.batch.groups import Inputs
 
 IGNORED = -100  # the label of a token from which nothing is predicted
-Groups = list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -44,9 +41,8 @@ class Layout:
     """A line of trees, and the way back to rows.
 
     input_ids, position_ids, labels: (N,); a label is the next token of the row, or IGNORED.
-    tree, branch: (N,) which tree a token belongs to, and which branch, counted over the whole line from 1; 0 in a trunk.
+    tree, branch: (N,) which tree a token belongs to, and which branch (a number of its own in the whole line; 0 in a trunk).
     token, row, column: (M,) each, of the M labelled tokens: the place in the line, the row and the completion token.
-    distinct: tokens of the line without the repeated last ones of prompts.
     """
 
     trees: tuple[Tree, ...]
@@ -64,10 +60,6 @@ class Layout:
 
     def __len__(self) -> int:
         return self.input_ids.numel()
-
-    @property
-    def distinct(self) -> int:
-        return len(self) - sum(len(tree.branches) - 1 for tree in self.trees)
 
     def back(self, values_N: torch.Tensor) -> torch.Tensor:
         """(B, T): values of the labelled tokens where they belong, 0 elsewhere, as TRL's head gives on padding."""
@@ -110,113 +102,37 @@ class Layout:
         return self._masks[dtype, device][:tokens, trunk - tree.trunk : trunk + tokens]
 
 
-def equal_prompts(input_ids: torch.Tensor, lengths: Lengths, P: int) -> Groups:
-    """Row numbers by prompt, token by token, wherever they stand among the (B, P + T) rows; in order of first appearance."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    ids, prompts = input_ids[:, :P].tolist(), lengths.prompt.tolist()
-    for i, (row, p) in enumerate(zip(ids, prompts, strict=True)):
-        groups.setdefault(tuple(row[P - p :]), []).append(i)
-    return list(groups.values())
-
-
-def is_regular(attention_mask: torch.Tensor, lengths: Lengths) -> bool:
-    """Whether every row has a prompt, and neither prompt nor completion a hole in its mask."""
-    return bool((lengths.prompt > 0).all() and (attention_mask.sum(dim=1) == lengths.total).all())
-
-
-def lay_out(input_ids: torch.Tensor, attention_mask: torch.Tensor, T: int) -> Layout:
-    """The line of trees of (B, P + T) rows, all with a prompt (see `is_regular`). Rows without completion need no tokens; where
-    no row has one, a single unlabelled token keeps the line from being empty."""
-    P = input_ids.size(1) - T
-    lengths = lengths_of(attention_mask[:, :P], attention_mask[:, P:])
-    prompts, completions = lengths.prompt.tolist(), lengths.completion.tolist()
+def lay_out(rows: Inputs) -> Layout:
+    """The line of trees of regular rows. Rows without completion need no tokens; where no row has one, a single unlabelled branch
+    keeps the line from being empty."""
+    P, prompts, completions = rows.P, rows.lengths.prompt.tolist(), rows.lengths.completion.tolist()
     trees: list[Tree] = []
-    pieces: list[tuple[int, int, int]] = []  # row, first column, tokens
-    groups = [[i for i in group if completions[i]] for group in equal_prompts(input_ids, lengths, P)]
-    groups = [group for group in groups if group] or [[0]]
-    for group in groups:
+    pieces: list[tuple[int, int, int, int, int]] = []  # row, first column, tokens, tree, branch
+    groups = [[i for i in group if completions[i]] for group in rows.groups]
+    for group in [group for group in groups if group] or [[0]]:
         trunk, branches = prompts[group[0]] - 1, tuple(max(completions[i], 1) for i in group)
+        pieces.append((group[0], P - 1 - trunk, trunk, len(trees), 0))
+        for i, tokens in zip(group, branches, strict=True):
+            pieces.append((i, P - 1, tokens, len(trees), len(pieces)))
         trees.append(Tree(trees[-1].stop if trees else 0, trunk, branches))
-        pieces.append((group[0], P - 1 - trunk, trunk))
-        pieces += [(i, P - 1, tokens) for i, tokens in zip(group, branches, strict=True)]
-
-    def line(values: Sequence[int]) -> torch.Tensor:
-        sizes = torch.tensor([tokens for _, _, tokens in pieces])
-        return torch.tensor(list(values)).repeat_interleave(sizes).to(input_ids.device)
-
-    row = line([i for i, _, _ in pieces])
-    column = torch.cat([torch.arange(start, start + tokens) for _, start, tokens in pieces]).to(input_ids.device)
-    in_branch = line([start == P - 1 and tokens > 0 for _, start, tokens in pieces]).bool()
-    in_branch &= (column + 1 < P + T) & (column - P + 1 < lengths.completion.to(input_ids.device)[row])
-    following = input_ids[row, (column + 1).clamp(max=P + T - 1)]
-    numbers, kinds = [], []
-    for number, tree in enumerate(trees):
-        numbers += [number] * (1 + len(tree.branches))
-        done = sum(len(each.branches) for each in trees[:number])
-        kinds += [0, *range(done + 1, done + 1 + len(tree.branches))]
-    token = in_branch.nonzero()[:, 0]
+    device = rows.ids.device
+    row, first, tokens, tree, branch = torch.tensor(pieces).T
+    row, tree, branch = (each.repeat_interleave(tokens).to(device) for each in (row, tree, branch))
+    column = torch.cat([torch.arange(a, a + n) for a, n in zip(first.tolist(), tokens.tolist(), strict=True)]).to(device)
+    labelled = (branch > 0) & (column - (P - 1) < rows.lengths.completion[row])
+    token = labelled.nonzero()[:, 0]
+    labels = torch.full_like(column, IGNORED)
+    labels[token] = rows.ids[row[token], column[token] + 1]
     return Layout(
         trees=tuple(trees),
-        input_ids=input_ids[row, column],
-        position_ids=column - (P - lengths.prompt.to(input_ids.device)[row]),
-        labels=torch.where(in_branch, following, IGNORED),
-        tree=line(numbers),
-        branch=line(kinds),
+        input_ids=rows.ids[row, column],
+        position_ids=column - (P - rows.lengths.prompt[row]),
+        labels=labels,
+        tree=tree,
+        branch=branch,
         token=token,
         row=row[token],
         column=column[token] - (P - 1),
-        n_rows=input_ids.size(0),
-        width=T,
+        n_rows=rows.ids.size(0),
+        width=rows.T,
     )
-
-
-# ---- which rows share a line -------------------------------------------------------------------------------------------
-
-
-def cut_groups(groups: Groups, lengths: Lengths, max_rows: int | None = None, max_tokens: int | None = None) -> Chunks:
-    """Rows cut into lines of at most `max_rows` rows and `max_tokens` tokens (each None: no limit), groups together where they
-    fit. A group that goes over several lines has its trunk in each; a row longer than the budget makes a line of its own."""
-    prompt, completion = lengths.prompt.tolist(), lengths.completion.tolist()
-
-    def fits(rows: int, tokens: int) -> bool:
-        return (max_rows is None or rows <= max_rows) and (max_tokens is None or tokens <= max_tokens)
-
-    chunks: list[list[int]] = [[]]
-    rows = tokens = alone = 0
-    for group in groups:
-        trunk = prompt[group[0]] - 1
-        whole = trunk + sum(completion[i] for i in group)
-        if not fits(rows + len(group), tokens + whole) and fits(len(group), whole):
-            chunks.append([])
-            rows = tokens = 0
-        begun = False  # whether the trunk is in this line already
-        for i in group:
-            more = completion[i] + (0 if begun else trunk)
-            if chunks[-1] and not fits(rows + 1, tokens + more):
-                chunks.append([])
-                rows, tokens, more = 0, 0, trunk + completion[i]
-            alone += not chunks[-1] and not fits(1, more)
-            chunks[-1].append(i)
-            rows, tokens, begun = rows + 1, tokens + more, True
-    return Chunks(tuple(tuple(sorted(chunk)) for chunk in chunks), alone=alone)
-
-
-def group_order(groups: Groups, sizes: Sequence[int]) -> list[int]:
-    """An order of rows that keeps groups whole once it is cut into slices of `sizes` rows, as far as sizes allow.
-
-    Large groups first, each into the fullest slice that still holds it; one that fits nowhere is cut where most room is left.
-    """
-    room = list(sizes)
-    slices: list[list[int]] = [[] for _ in sizes]
-    waiting = sorted(groups, key=len, reverse=True)
-    while waiting:
-        group = waiting.pop(0)
-        holding = [i for i in range(len(room)) if room[i] >= len(group)]
-        best = min(holding, key=lambda i: room[i]) if holding else max(range(len(room)), key=lambda i: room[i])
-        part, rest = group[: room[best]], group[room[best] :]
-        slices[best] += part
-        room[best] -= len(part)
-        if rest:
-            waiting.append(rest)
-            waiting.sort(key=len, reverse=True)
-    return [i for rows in slices for i in rows]

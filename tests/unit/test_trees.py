@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_ext.batch.branch_attention import branch_attention
+from grpo_ext.batch.groups import Inputs, cut_groups, group_order, line_tokens
 from grpo_ext.batch.padding import lengths_of
-from grpo_ext.batch.trees import IGNORED, Tree, cut_groups, equal_prompts, group_order, is_regular, lay_out
+from grpo_ext.batch.trees import IGNORED, Tree, lay_out
 
 # Rows as (prompt, completion) of token ids; few ids and short prompts, so that equal prompts are common.
 ROWS = st.lists(
@@ -18,18 +19,18 @@ ROWS = st.lists(
 
 
 def padded(rows, spare=0):
-    """ids, mask (B, P + T) and T; `spare` more columns of padding on either side."""
+    """Rows as a pass gets them, with `spare` more columns of padding on either side."""
     P = max(len(prompt) for prompt, _ in rows) + spare
     T = max(max(len(completion) for _, completion in rows), 1) + spare
     ids, mask = torch.zeros(len(rows), P + T, dtype=torch.long), torch.zeros(len(rows), P + T, dtype=torch.long)
     for i, (prompt, completion) in enumerate(rows):
         ids[i, P - len(prompt) : P + len(completion)] = torch.tensor([*prompt, *completion])
         mask[i, P - len(prompt) : P + len(completion)] = 1
-    return ids, mask, T
+    return Inputs(ids, mask, T)
 
 
 def laid_out(rows, spare=0):
-    return lay_out(*padded(rows, spare))
+    return lay_out(padded(rows, spare))
 
 
 def test_the_drawing_of_the_docstring():
@@ -38,7 +39,6 @@ def test_the_drawing_of_the_docstring():
     assert layout.input_ids.tolist() == [1, 2, 3, 10, 11, 3, 20]
     assert layout.position_ids.tolist() == [0, 1, 2, 3, 4, 2, 3]
     assert layout.labels.tolist() == [IGNORED, IGNORED, 10, 11, 12, 20, 21]
-    assert layout.distinct == 6  # 1 2 3 10 11 20
     assert layout.dense_mask()[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0, 0],
@@ -101,13 +101,11 @@ def test_gradients_reach_the_labelled_tokens_only():
 
 
 def test_rows_that_do_not_fit():
-    _, mask, T = padded([([1, 2], [5, 6]), ([3], [7])])
-    lengths = lengths_of(mask[:, :-T], mask[:, -T:])
-    assert is_regular(mask, lengths)
-    hole, empty = mask.clone(), mask.clone()
+    rows = padded([([1, 2], [5, 6]), ([3], [7])])
+    assert rows.is_regular
+    hole, empty = rows.mask.clone(), rows.mask.clone()
     hole[0, -2], empty[1, 1] = 0, 0
-    for bad in (hole, empty):
-        assert not is_regular(bad, lengths_of(bad[:, :-T], bad[:, -T:]))
+    assert not any(Inputs(rows.ids, bad, rows.T).is_regular for bad in (hole, empty))
 
 
 # ---- the faces of the mask against each other --------------------------------------------------------------------------
@@ -170,9 +168,28 @@ def test_the_block_mask_skips_what_nobody_sees():
 
 
 def test_equal_prompts_are_found_anywhere():
-    ids, mask, T = padded([([1, 2], [9]), ([2], [9]), ([1, 2], []), ([2], [8]), ([2, 1], [9])])
-    groups = equal_prompts(ids, lengths_of(mask[:, :-T], mask[:, -T:]), ids.size(1) - T)
-    assert groups == [[0, 2], [1, 3], [4]]
+    rows = padded([([1, 2], [9]), ([2], [9]), ([1, 2], []), ([2], [8]), ([2, 1], [9])], spare=1)
+    assert rows.groups == [[0, 2], [1, 3], [4]]
+
+
+@settings(deadline=None)
+@given(ROWS)
+def test_tokens_of_a_line_are_counted_without_laying_it_out(rows):
+    held = padded(rows)
+    distinct, processed = line_tokens(held.groups, held.lengths)
+    if any(completion for _, completion in rows):
+        assert processed == len(lay_out(held))
+    seen = {(*prompt, *completion[:t]) for prompt, completion in rows for t in range(len(completion))}
+    paths = {path[: n + 1] for path in seen for n in range(len(path))}
+    assert len(paths) <= distinct <= processed  # completions that begin alike are not shared
+
+
+def test_few_rows_for_a_first_look():
+    rows = padded([([1], [9]), ([2, 3], []), ([2, 3], [5, 6, 7]), ([2, 3], [5, 6]), ([2, 3], [4])], spare=2)
+    few = rows.few()
+    assert few.ids.tolist() == [[0, 1, 9, 0, 0], [2, 3, 5, 6, 7], [2, 3, 4, 0, 0]] and few.T == 3
+    assert few.mask.tolist() == [[0, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
+    assert padded([([1], []), ([2], [])]).few().ids.shape == (1, 2)
 
 
 def test_lines_of_few_rows_keep_groups_together():
