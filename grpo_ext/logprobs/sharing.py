@@ -21,9 +21,10 @@ from grpo_ext.logprobs.neutral import longest_tree_row, sharing_obstacle
 from grpo_ext.logprobs.tree_forward import ATTENTIONS, Scored, ready, score_as_trees
 from grpo_ext.notices import Notices
 
-# How far the log-probs of trees and of rows may be apart, in nats: at most, in float32; on average, where products are rounded to
-# half precision or TF32, for there two paddings of one row differ as much.
-LARGEST, ROUNDED_MEAN = 1e-4, 2e-2
+# How far the log-probs of trees and of rows may be apart, in nats: the largest difference in float32; the mean where products are
+# rounded to half precision or TF32. In bfloat16 trees were off by 4e-3 on average, two paddings of the same rows by 1e-2, and rows
+# with a wrong context by 0.4 and more.
+LARGEST, ROUNDED_MEAN = 1e-4, 5e-2
 INFINITE = float("inf")
 
 
