@@ -56,6 +56,7 @@ test-long: $(STAMP) ## the tests that take longer, too
 bench: $(STAMP) ## the benchmarks, one after the other
 	$(BIN)/python benchmarks/weight_sync.py
 	$(BIN)/python benchmarks/train_side.py
+	$(BIN)/python benchmarks/report.py
 
 lint: $(STAMP) ## ruff, without changing anything
 	$(BIN)/ruff check .

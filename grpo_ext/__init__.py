@@ -12,12 +12,14 @@ _HOME = {
     "GRPOExtConfig": "grpo_ext.config",
     "GRPOExtMixin": "grpo_ext.trainer",
     "GRPOExtTrainer": "grpo_ext.trainer",
+    "ProbDiffCallback": "grpo_ext.consistency.callback",
 }
 
-__all__ = ["GRPOExtConfig", "GRPOExtMixin", "GRPOExtTrainer", "__version__"]
+__all__ = ["GRPOExtConfig", "GRPOExtMixin", "GRPOExtTrainer", "ProbDiffCallback", "__version__"]
 
 if TYPE_CHECKING:
     from grpo_ext.config import GRPOExtConfig
+    from grpo_ext.consistency.callback import ProbDiffCallback
     from grpo_ext.trainer import GRPOExtMixin, GRPOExtTrainer
 
 

@@ -211,6 +211,12 @@ def is_cpu_engine() -> bool:
     return current_platform.is_cpu()
 
 
+def engine_logits(llm: Any, hidden: Any) -> Any:
+    """What the engine's head makes of hidden states (N, H): logits (N, V), or None on ranks that get none."""
+    runner = model_runner(llm)
+    return runner.model.compute_logits(hidden.to(device=runner.device, dtype=runner.model_config.dtype))
+
+
 # ---- vLLM: reloading weights ---------------------------------------------------------------------------------------
 
 

@@ -46,11 +46,23 @@ def plan(
     device: Annotated[
         str | None, typer.Option("--device", help="Device to hold the memory against, such as H100; else detected.")
     ] = None,
+    accelerate: Annotated[
+        Path | None, typer.Option("--accelerate", help="The file for `accelerate launch`, which says whether it is ZeRO-3.")
+    ] = None,
 ) -> None:
     """The arithmetic of a step, and every divisibility rule that fails, without loading a model."""
     from grpo_ext.plan import run_plan
 
-    raise typer.Exit(run_plan(config, num_processes, tensor_parallel=tensor_parallel, as_json=json, model=model, device=device))
+    code = run_plan(
+        config,
+        num_processes,
+        tensor_parallel=tensor_parallel,
+        as_json=json,
+        model=model,
+        device=device,
+        accelerate=accelerate,
+    )
+    raise typer.Exit(code)
 
 
 @app.command()

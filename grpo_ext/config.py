@@ -1,28 +1,13 @@
-"""GRPOExtConfig: TRL's GRPOConfig plus the knobs of grpo_ext, one validator per rule."""
+"""GRPOExtConfig: TRL's GRPOConfig plus the knobs of grpo_ext. What they must satisfy stands in `grpo_ext.rules`."""
 
-import json
-import math
 import os
 from dataclasses import dataclass, field
 from typing import Any
 
 from trl import GRPOConfig
 
+from grpo_ext.rules import SHARED_PROMPT, problems
 from grpo_ext.toolchain import spare_the_compiler
-
-WEIGHT_SYNCS = ("merged", "adapter")
-OLD_LOGPS = ("window", "always", "rollout")
-VLLM_DTYPES = ("float32", "bfloat16", "float16")
-# What the engine's own fields decide: setting them twice would let the two disagree.
-RESERVED_ENGINE_KWARGS = {
-    "model": "the model handed to the trainer",
-    "tensor_parallel_size": "`vllm_tensor_parallel_size`",
-    "enable_sleep_mode": "`vllm_enable_sleep_mode`",
-    "dtype": "`vllm_dtype`",
-    "distributed_executor_backend": "the trainer (the engine lives in its process)",
-    "logprobs_mode": "the trainer (it needs the log-probs of the distribution that was sampled: 'processed_logprobs')",
-    "enable_lora": "`vllm_weight_sync='adapter'`",
-}
 
 
 def launched_processes() -> int:
@@ -86,6 +71,23 @@ class GRPOExtConfig(GRPOConfig):
         logps_max_tokens (`int`, *optional*):
             Tokens, padding included, per forward without gradient, of actor and reference; a hard cap, except that a
             longer row runs alone. Unset: no cap.
+        enable_token_level_prob_diff (`bool`, defaults to `False`):
+            Log |p_rollout - p_actor| of the first tokens of the first rollouts, and dump that of every token to
+            `prob_diff_save_dir`. The aggregates are logged in any case.
+        prob_diff_save_dir (`str`, *optional*):
+            Directory of the dumps. Made if its parent exists or it lies in `output_dir`. Unset: no dumps.
+        prob_diff_token_max_print (`int`, defaults to `10`), prob_diff_sample_max_print (`int`, defaults to `8`):
+            Positions, and rollouts, of which single tokens are logged.
+        prob_diff_warn (`float`, *optional*, defaults to `0.005`):
+            Mean probability difference above which a warning names the likely cause. None: no warning.
+        prob_diff_stop (`float`, *optional*):
+            Mean probability difference above which the run stops, with a checkpoint. Unset: never.
+        prob_diff_patience (`int`, defaults to `1`):
+            Policy versions in a row above `prob_diff_stop` before the run stops.
+        prob_diff_keep_last (`int`, defaults to `100`):
+            Optimizer steps whose dumps are kept; older ones are deleted.
+        prob_diff_save_tokens (`bool`, defaults to `False`):
+            Write a Parquet file beside each dump: token ids and text, both log-probs, policy version, prompt.
     """
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]
@@ -133,18 +135,33 @@ class GRPOExtConfig(GRPOConfig):
         default=None, metadata={"help": "Tokens, padding included, per forward without gradient: a hard cap."}
     )
 
+    enable_token_level_prob_diff: bool = field(
+        default=False, metadata={"help": "Log and dump the probability differences of single tokens."}
+    )
+    prob_diff_save_dir: str | None = field(default=None, metadata={"help": "Directory of the dumps; unset: none."})
+    prob_diff_token_max_print: int = field(default=10, metadata={"help": "Positions of which single tokens are logged."})
+    prob_diff_sample_max_print: int = field(default=8, metadata={"help": "Rollouts of which single tokens are logged."})
+    prob_diff_warn: float | None = field(
+        default=0.005, metadata={"help": "Mean probability difference above which a warning names the likely cause."}
+    )
+    prob_diff_stop: float | None = field(
+        default=None, metadata={"help": "Mean probability difference above which the run stops, with a checkpoint."}
+    )
+    prob_diff_patience: int = field(
+        default=1, metadata={"help": "Policy versions in a row above prob_diff_stop before the run stops."}
+    )
+    prob_diff_keep_last: int = field(default=100, metadata={"help": "Optimizer steps whose dumps are kept."})
+    prob_diff_save_tokens: bool = field(
+        default=False, metadata={"help": "Write a Parquet file with tokens and both log-probs beside each dump."}
+    )
+
     def __post_init__(self) -> None:
         self._choose_backend()
         self._check_deepspeed_on_cpu()
-        self._check_num_generations()
-        self._check_batch_arithmetic()
-        self._check_temperature()
-        self._check_tensor_parallel()
+        for problem in problems(self, launched_processes()):
+            raise ValueError(problem.text)
         super().__post_init__()
-        self._check_engine_fields()
-        self._check_old_logps()
-        self._check_shared_prompt()
-        self._check_sizes()
+        self.shared_prompt = SHARED_PROMPT[str(self.shared_prompt).lower()]
 
     # ---- chosen for the user ---------------------------------------------------------------------------------------
     def _choose_backend(self) -> None:
@@ -160,7 +177,6 @@ class GRPOExtConfig(GRPOConfig):
         if self.bf16 is None and not self.use_cpu:
             self.bf16 = False  # TRL's default, True, is refused by transformers on such a box
 
-    # ---- one validator per rule ------------------------------------------------------------------------------------
     def _check_deepspeed_on_cpu(self) -> None:
         if self.use_cpu and (launched_with_deepspeed() or self.deepspeed is not None):
             raise ValueError(
@@ -168,136 +184,3 @@ class GRPOExtConfig(GRPOConfig):
                 "weights are already partitioned, and every parameter has shape (0,). Leave use_cpu=False: on a box "
                 "without an accelerator DeepSpeed runs on the CPU by itself (ddp_backend='gloo' is chosen for you)."
             )
-
-    def _check_num_generations(self) -> None:
-        if self.num_generations is None or self.num_generations < 2:
-            raise ValueError(
-                f"num_generations={self.num_generations}: GRPO compares the completions of one prompt with each other, so "
-                "it needs at least 2 generations per prompt. Set num_generations=2 or more."
-            )
-
-    def _check_batch_arithmetic(self) -> None:
-        if self.generation_batch_size is not None and self.steps_per_generation is not None:
-            return  # TRL refuses the pair and says so
-        assert self.num_generations is not None  # `_check_num_generations` came first
-        per_step = self.per_device_train_batch_size * launched_processes()
-        shape = (
-            f"per_device_train_batch_size={self.per_device_train_batch_size} x {launched_processes()} process(es) = "
-            f"{per_step} rollouts a micro-step"
-        )
-        if self.generation_batch_size is not None:
-            unit = math.lcm(per_step, self.num_generations)
-            if self.generation_batch_size <= 0 or self.generation_batch_size % unit:
-                works = max(1, math.ceil(self.generation_batch_size / unit)) * unit
-                raise ValueError(
-                    f"generation_batch_size={self.generation_batch_size} cannot be cut into whole micro-steps ({shape}) "
-                    f"and whole groups (num_generations={self.num_generations}). Set generation_batch_size={works}."
-                )
-            return
-        steps = self.steps_per_generation or self.gradient_accumulation_steps
-        if steps < 1:
-            raise ValueError(f"steps_per_generation={steps}: at least 1 micro-step must follow a generation. Set 1 or more.")
-        if (per_step * steps) % self.num_generations:
-            unit = self.num_generations // math.gcd(per_step, self.num_generations)
-            works = math.ceil(steps / unit) * unit
-            origin = "steps_per_generation" if self.steps_per_generation else "gradient_accumulation_steps"
-            raise ValueError(
-                f"{shape}, times {origin}={steps} = {per_step * steps} rollouts a generation: these are not whole groups of "
-                f"num_generations={self.num_generations}. Set steps_per_generation={works} "
-                f"({per_step * works} rollouts, {per_step * works // self.num_generations} group(s))."
-            )
-
-    def _check_temperature(self) -> None:
-        kwargs = self.generation_kwargs
-        if isinstance(kwargs, str):
-            kwargs = json.loads(kwargs)
-        fields = {"temperature": self.temperature}
-        if kwargs and "temperature" in kwargs:
-            fields["generation_kwargs['temperature']"] = kwargs["temperature"]
-        for name, value in fields.items():
-            if value is None or not value > 0:
-                raise ValueError(
-                    f"{name}={value}: log-probs are those of the distribution that was sampled, logits / temperature, which "
-                    "does not exist at 0 (greedy decoding also makes all completions of a group equal). Set "
-                    "temperature=1.0, or any value above 0."
-                )
-        if kwargs and "temperature" in kwargs and kwargs["temperature"] != self.temperature:
-            raise ValueError(
-                f"generation_kwargs['temperature']={kwargs['temperature']} while temperature={self.temperature}: the engine "
-                "would sample at one and the trainer score at the other. Set temperature alone."
-            )
-
-    def _check_tensor_parallel(self) -> None:
-        size, processes = self.vllm_tensor_parallel_size, launched_processes()
-        if size < 1 or (self.use_vllm and self.vllm_mode == "colocate" and processes % size):
-            works = [n for n in range(1, processes + 1) if processes % n == 0]
-            raise ValueError(
-                f"vllm_tensor_parallel_size={size} does not divide the {processes} process(es) of this run, and every engine "
-                f"must span the same number of ranks. Set it to one of {works}, or start a multiple of {size} processes."
-            )
-
-    def _check_old_logps(self) -> None:
-        if self.old_logps not in OLD_LOGPS:
-            raise ValueError(
-                f"old_logps={self.old_logps!r} is none of {', '.join(OLD_LOGPS)}. Set 'window', which computes what is due."
-            )
-        if self.old_logps_max_age is None:
-            return
-        if self.old_logps_max_age < 0:
-            raise ValueError(
-                f"old_logps_max_age={self.old_logps_max_age}: an age in optimizer steps cannot be negative. Set 0 to take old "
-                "log-probs anew at every use after a step, a larger number for older rollouts only, or leave it unset."
-            )
-        if not (self.use_vllm and self.vllm_importance_sampling_correction):
-            raise ValueError(
-                f"old_logps_max_age={self.old_logps_max_age} moves the anchor of old rollouts to the current policy, and only "
-                "the engine's log-probs and their correction lead back to the policy that sampled them; with "
-                f"use_vllm={self.use_vllm} and vllm_importance_sampling_correction="
-                f"{self.vllm_importance_sampling_correction} there are none. Set both to True, or leave the age unset."
-            )
-
-    def _check_shared_prompt(self) -> None:
-        said: dict[str, Any] = {"true": True, "false": False}
-        self.shared_prompt = said.get(str(self.shared_prompt).lower(), self.shared_prompt)
-        if self.shared_prompt not in ("auto", True, False):
-            raise ValueError(
-                f"shared_prompt={self.shared_prompt!r} is none of 'auto', True, False. Set 'auto' to encode a prompt once for its "
-                "rollouts where that is cheaper."
-            )
-
-    def _check_sizes(self) -> None:
-        works = {"old_logps_budget": self.per_device_train_batch_size, "logps_max_tokens": self.max_completion_length}
-        names = (*works, "logps_micro_batch_size", "ref_logps_micro_batch_size")
-        for name in names:
-            value, good = getattr(self, name), works.get(name, self.per_device_train_batch_size)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: nothing fits into that. Set {name}={good} or more, or leave it unset.")
-
-    def _check_engine_fields(self) -> None:
-        if self.vllm_dtype not in (None, *VLLM_DTYPES):
-            raise ValueError(
-                f"vllm_dtype={self.vllm_dtype!r} is none of {', '.join(VLLM_DTYPES)}. Leave it unset to take the actor's."
-            )
-        if self.vllm_weight_sync not in WEIGHT_SYNCS:
-            raise ValueError(f"vllm_weight_sync={self.vllm_weight_sync!r} is none of {', '.join(WEIGHT_SYNCS)}. Set 'merged'.")
-        if self.vllm_weight_sync == "adapter" and self.vllm_enable_sleep_mode:
-            raise ValueError(
-                "vllm_weight_sync='adapter' was given with vllm_enable_sleep_mode=True. A sleeping engine drops the base "
-                "weights, which an adapter push does not carry. Set vllm_weight_sync='merged', or leave the engine awake."
-            )
-        if not self.weight_sync_bucket_mb > 0:
-            raise ValueError(
-                f"weight_sync_bucket_mb={self.weight_sync_bucket_mb}: a bucket must hold something. Set 512, or as many MiB "
-                "as you can spare twice."
-            )
-        if self.vllm_engine_kwargs is not None and not isinstance(self.vllm_engine_kwargs, dict):
-            raise ValueError(
-                f"vllm_engine_kwargs={self.vllm_engine_kwargs!r} is no mapping. Give a dict, or a JSON object such as "
-                "'{\"enforce_eager\": true}' on the command line."
-            )
-        for name in self.vllm_engine_kwargs or {}:
-            if name in RESERVED_ENGINE_KWARGS:
-                raise ValueError(
-                    f"vllm_engine_kwargs[{name!r}] is decided by {RESERVED_ENGINE_KWARGS[name]}. Take it out of "
-                    "vllm_engine_kwargs."
-                )

@@ -1,6 +1,7 @@
 """GRPOExtMixin and GRPOExtTrainer: what is added to TRL's GRPOTrainer, each override being `super()` plus one call."""
 
 import os
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from trl import GRPOTrainer
 
 from grpo_ext import _trl
 from grpo_ext.config import GRPOExtConfig
+from grpo_ext.consistency.callback import ProbDiffCallback
 from grpo_ext.consistency.monitor import ProbDiffMonitor
 from grpo_ext.logprobs.anchors import Anchors
 from grpo_ext.rollout.scores import check_rollout_scores
@@ -47,15 +49,29 @@ class GRPOExtMixin:
         if isinstance(model, str) and processing_class is None:
             _check_has_tokenizer(model)
         self.phase_times, self.step_times = PhaseTimes(), StepTimes()
-        self.monitor = ProbDiffMonitor()
         with _trl.engine_injected(self._build_engine):
             super().__init__(model, *args, **kwargs)
+        self.monitor = ProbDiffMonitor(self.accelerator)
         self.anchors = Anchors(self)
         self.add_callback(_RunEvents(self))
+        self._attach_prob_diff()
 
     def _setting(self, name: str) -> Any:
         """Value of one of our knobs: that of the config, or its default where the config is TRL's own."""
         return getattr(self._ext if self._ext is not None else GRPOExtConfig, name)
+
+    def _attach_prob_diff(self) -> None:
+        """Bind every `ProbDiffCallback` to this trainer; one set as the config says is added where there is no other."""
+        present = [callback for callback in self.callback_handler.callbacks if isinstance(callback, ProbDiffCallback)]
+        if not present:
+            names = (field.name for field in fields(GRPOExtConfig) if "prob_diff" in field.name)
+            present = [ProbDiffCallback(automatic=True, **{name: self._setting(name) for name in names})]
+            self.add_callback(present[0])
+        for callback in present:
+            if callback.automatic and len(present) > 1:
+                self.remove_callback(callback)
+            else:
+                callback.bind(self)
 
     # ---- the engine ------------------------------------------------------------------------------------------------
     def _build_engine(self, **kwargs: Any) -> Any:
@@ -153,6 +169,7 @@ class _RunEvents(TrainerCallback):
         # A checkpoint may have been loaded by now; DeepSpeed does it past `_load_from_checkpoint`.
         self._trainer.mark_weights_changed()
         self._trainer.anchors.train_begins()
+        self._trainer._attach_prob_diff()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.anchors.position.epoch_begins()
@@ -163,6 +180,7 @@ class _RunEvents(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.step_times.end(state.num_input_tokens_seen)
+        self._trainer.monitor.close(state.global_step)
 
 
 def _check_has_tokenizer(model: str) -> None:

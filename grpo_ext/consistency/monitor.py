@@ -1,37 +1,111 @@
-"""Collects what rollouts and actor gave the same tokens, and yields exact aggregates over ranks, micro-batches and log intervals."""
+"""Follows what rollouts and actor gave the same tokens through a run, at no forward of its own, exact over all ranks.
 
-from collections.abc import Callable
+Sums are kept by mode and reduced when an optimizer step ends: one SUM and one MAX reduction. What was gathered between two
+steps belongs to one policy version, since rollouts are only compared at the version that generated them.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from grpo_ext.consistency.prob_diff import prob_diff_metrics, prob_diff_sums
+from grpo_ext import ranks
+from grpo_ext.consistency import keys
+from grpo_ext.consistency.sums import ConsistencySums, consistency_metrics, consistency_sums
+
+HISTORY = 1000  # versions remembered
+
+
+@dataclass(frozen=True)
+class VersionReport:
+    """What one policy version's rollouts gave: the step that ended it, the version, metrics by the names of `keys`."""
+
+    step: int
+    version: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class ObservedRows:
+    """Rows of one rank with what a dump needs: mu, pi, mask, ids (B, T); row_id (B,); prompts, one list of ids per row;
+    which generation batch of the run they belong to."""
+
+    mu: torch.Tensor
+    pi: torch.Tensor
+    mask: torch.Tensor
+    ids: torch.Tensor
+    row_id: torch.Tensor
+    prompts: list[list[int]]
+    version: int
+    generation: int
 
 
 class ProbDiffMonitor:
-    """Sums of probability differences by mode ("train" or "eval"), reduced over ranks as they come."""
+    """One per trainer. `observe` rows as their actor log-probs become known, `close` at a step's end, `drain` at a log."""
 
-    def __init__(self) -> None:
-        self._sums: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    def __init__(self, accelerator: Any):
+        self._accelerator = accelerator
+        self._open: dict[str, ConsistencySums] = {}  # of this rank
+        self._closed: dict[str, ConsistencySums] = {}  # of all ranks, since the last log
+        self._version = -1
+        self._closed_step: int | None = None
+        self.keeps_rows = False
+        self.generation = 0  # generation batches so far
+        self._newest: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._rows: list[ObservedRows] = []
+        self.closed_rows: list[ObservedRows] = []  # what the last report is made of, where rows are kept
+        self.grid: dict[str, float] = {}  # single tokens to be logged
+        self.reports: deque[VersionReport] = deque(maxlen=HISTORY)
 
-    def observe(
-        self,
-        mode: str,
-        mu_BT: torch.Tensor,
-        pi_BT: torch.Tensor,
-        mask_BT: torch.Tensor,
-        reduce: Callable[..., torch.Tensor],
-        gather: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
-        """Add rollouts. `reduce(tensor, "sum")` and `gather` are collectives: all ranks observe alike, whatever their masks."""
-        sums, maximum = prob_diff_sums(mu_BT, pi_BT, mask_BT)
-        sums, maximum = reduce(sums, reduction="sum"), gather(maximum.reshape(1)).max()
-        if mode in self._sums:
-            before, largest = self._sums[mode]
-            sums, maximum = sums + before, torch.maximum(maximum, largest)
-        self._sums[mode] = sums, maximum
+    def observe(self, mode: str, version: int, rows: dict[str, Any], mask: torch.Tensor, weights: torch.Tensor | None) -> None:
+        """Add rollouts of policy `version`: `rows` with both log-probs, the loss mask, and the importance weights in use."""
+        mu, pi = rows["sampling_per_token_logps"], rows["old_per_token_logps"]
+        sums = consistency_sums(mu, pi, mask, weights)
+        self._open[mode] = self._open[mode] + sums if mode in self._open else sums
+        if mode != "train":
+            return
+        self._version = max(self._version, version)
+        self._newest = rows["prompt_ids"], rows["prompt_mask"]
+        if self.keeps_rows and "row_id" in rows:
+            ids, row_id = rows["completion_ids"], rows["row_id"]
+            self._rows.append(
+                ObservedRows(mu, pi, mask.bool(), ids, row_id, _unpadded(*self._newest), version, self.generation)
+            )
+
+    def close(self, step: int) -> VersionReport | None:
+        """The report of what was observed in training since the last step; None if nothing was. A collective, once per step."""
+        if self._closed_step != step:
+            self._closed_step = step
+            self.closed_rows, self._rows = self._rows, []
+            if self._reduce("train"):
+                self.reports.append(VersionReport(step, self._version, consistency_metrics(self._last)))
+        return self.reports[-1] if self.reports and self.reports[-1].step == step else None
+
+    def _reduce(self, mode: str) -> bool:
+        """Reduce what is open. Ranks observe alike, in slices of equal number, so either all of them get past the first line."""
+        if mode not in self._open:
+            return False
+        mine = self._open.pop(mode)
+        self._last = ConsistencySums(*ranks.reduced(self._accelerator, mine.sums, mine.maxima))
+        self._closed[mode] = self._closed[mode] + self._last if mode in self._closed else self._last
+        return True
 
     def drain(self, mode: str) -> dict[str, float]:
-        """Metrics of all that was observed in `mode` since the last call; {} where nothing was."""
-        if mode not in self._sums:
+        """Metrics of all that was observed in `mode` since the last call; {} where nothing was. A collective."""
+        self._reduce(mode)
+        if mode not in self._closed:
             return {}
-        return prob_diff_metrics(*self._sums.pop(mode))
+        metrics = consistency_metrics(self._closed.pop(mode))
+        if mode == "train":
+            metrics |= {keys.VERSION: float(self._version)} | self.grid
+            self.grid = {}
+        return metrics
+
+    def newest_prompts(self) -> list[list[int]]:
+        """Token ids of the prompts of the rows observed last, on this rank."""
+        return _unpadded(*self._newest) if self._newest is not None else []
+
+
+def _unpadded(ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
+    return [row[real].tolist() for row, real in zip(ids, mask.bool(), strict=True)]

@@ -1,41 +1,136 @@
-"""Probability differences between rollout and actor, as sums that add up over micro-batches and ranks. Pure.
+"""Probability differences between rollout and actor, of a batch from anywhere. Pure, but for the files it is asked to write.
 
-mu: the engine's log-probs, pi: the actor's, both (B, T) in nats. d = |exp(mu) - exp(pi)|, in [0, 1].
+A batch maps these names to (B, T) tensors (arrays and nested lists serve, None being an unscored token):
+
+    rollout_log_probs   the engine's log-probs of the sampled tokens, nats
+    old_log_probs       the actor's
+    responses           the sampled tokens
+    response_mask       1 where a token counts; without it the last T columns of
+    attention_mask      (B, P + T) serve
+
+A `DataProto` of verl serves as well, by its `batch`.
 """
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
 
 import torch
 
-METRIC_PREFIX = "training/"
-# Layout of the vector that `prob_diff_sums` returns.
-_COUNT, _D, _DD, _MU, _PI, _MUMU, _PIPI, _MUPI = range(8)
+from grpo_ext.consistency import keys
+from grpo_ext.consistency.sums import consistency_metrics, consistency_sums
+from grpo_ext.rollout.scores import POSITIVE_TOLERANCE
 
 
-def prob_diff_sums(mu_BT: torch.Tensor, pi_BT: torch.Tensor, mask_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums (8,) and maximum () over the masked tokens, in float64; tokens without a log-prob on either side (NaN) are left out.
+@dataclass(frozen=True)
+class Scored:
+    """mu, pi (B, T) in nats and the mask (B, T, bool) of the tokens that count."""
 
-    A log-prob of -inf is a probability of 0 and counts. Reduce the first with SUM and the second with MAX.
+    mu: torch.Tensor
+    pi: torch.Tensor
+    mask: torch.Tensor
+
+
+def calculate_prob_diff_metrics(batch: Any) -> dict[str, float]:
+    """Maximum, mean, sample standard deviation, Pearson correlation, quantiles and the further metrics of `keys`.
+
+    {} where an input is missing or no token counts. Unscored (NaN, None) and infinite log-probs are counted, and never make
+    a metric NaN.
+
+    Raises:
+        ValueError: for shapes that do not fit, or a rollout log-prob above 0.
     """
-    valid = mask_BT.bool() & ~torch.isnan(mu_BT) & ~torch.isnan(pi_BT)
-    mu, pi = mu_BT[valid].double().exp(), pi_BT[valid].double().exp()
-    d = (mu - pi).abs()
-    sums = torch.stack([torch.ones_like(d), d, d * d, mu, pi, mu * mu, pi * pi, mu * pi]).sum(dim=1)
-    return sums, d.max() if d.numel() else d.new_zeros(())
+    scored = _scored(batch)
+    return {} if scored is None else consistency_metrics(consistency_sums(scored.mu, scored.pi, scored.mask))
 
 
-def prob_diff_metrics(sums: torch.Tensor, maximum: torch.Tensor) -> dict[str, float]:
-    """Metrics of reduced sums: mean, maximum, sample standard deviation, Pearson correlation. {} where no token counted."""
-    s = sums.double().tolist()
-    n = s[_COUNT]
-    if n == 0:
+def calculate_token_level_prob_diff(
+    batch: Any,
+    save_dir: str | PathLike[str] | None = None,
+    step: int | None = None,
+    token_max_print: int = 10,
+    sample_max_print: int = 8,
+) -> dict[str, float]:
+    """The differences of single tokens: `training/rollout_probs_diff/s{sample}_p{position:04d}` for the first ones.
+
+    Args:
+        save_dir: where to write prob_diff_step_{step}.npy (float32 (B, T): 0 where masked, NaN where unscored) and
+            prob_mask_step_{step}.npy (bool (B, T)); made if it does not exist.
+        step: number in the file names; needed with `save_dir`.
+        token_max_print, sample_max_print: how many positions, and how many rows, are returned.
+
+    Returns: one entry per token under the mask that was scored; {} where an input is missing.
+
+    Raises:
+        ValueError: for shapes that do not fit, a rollout log-prob above 0, or a `save_dir` without `step`.
+    """
+    scored = _scored(batch)
+    if scored is None:
         return {}
-    mean = s[_D] / n
-    variance = max(s[_DD] - n * mean * mean, 0.0) / (n - 1) if n > 1 else 0.0
-    metrics = {
-        "rollout_probs_diff_max": float(maximum),
-        "rollout_probs_diff_mean": mean,
-        "rollout_probs_diff_std": variance**0.5,
+    diff = token_diff(scored.mu, scored.pi, scored.mask)
+    if save_dir is not None:
+        from grpo_ext.consistency.dump import write_pair
+
+        if step is None:
+            raise ValueError("save_dir was given without step, which the file names need. Pass step=<optimizer step>.")
+        write_pair(save_dir, step, diff.cpu().numpy(), scored.mask.cpu().numpy())
+    return diff_grid(diff, scored.mask, token_max_print, sample_max_print)
+
+
+def token_diff(mu_BT: torch.Tensor, pi_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """|exp(mu) - exp(pi)| (B, T) in float32: 0 where masked, NaN where a token that counts has no log-prob."""
+    return torch.where(mask_BT.bool(), (mu_BT.double().exp() - pi_BT.double().exp()).abs(), 0.0).float()
+
+
+def diff_grid(diff_BT: torch.Tensor, mask_BT: torch.Tensor, tokens: int, samples: int) -> dict[str, float]:
+    """Entries of the first rows and positions, named by `keys.CELL`, without masked and unscored tokens."""
+    values, mask = diff_BT[:samples, :tokens].tolist(), mask_BT[:samples, :tokens].tolist()
+    return {
+        keys.CELL.format(sample=i, position=j): value
+        for i, row in enumerate(values)
+        for j, value in enumerate(row)
+        if mask[i][j] and not math.isnan(value)
     }
-    spread = (n * s[_MUMU] - s[_MU] ** 2) * (n * s[_PIPI] - s[_PI] ** 2)
-    if spread > 0:
-        metrics["rollout_actor_probs_pearson_corr"] = (n * s[_MUPI] - s[_MU] * s[_PI]) / spread**0.5
-    return {METRIC_PREFIX + name: value for name, value in metrics.items()}
+
+
+def _scored(batch: Any) -> Scored | None:
+    """The three tensors of a batch, or None where one of its inputs is missing."""
+    inner = getattr(batch, "batch", None)
+    found = {name: _tensor(name, inner if inner is not None and not isinstance(batch, Mapping) else batch) for name in _INPUTS}
+    mu, pi, responses = found["rollout_log_probs"], found["old_log_probs"], found["responses"]
+    mask = found["response_mask"] if found["response_mask"] is not None else found["attention_mask"]
+    if mu is None or pi is None or responses is None or mask is None:
+        return None
+    T = responses.size(1)
+    if found["response_mask"] is None:
+        mask = mask[:, mask.size(1) - T :] if mask.size(1) >= T else mask
+    shapes = {tuple(x.shape) for x in (mu, pi, responses, mask)}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"rollout_log_probs {tuple(mu.shape)}, old_log_probs {tuple(pi.shape)}, responses {tuple(responses.shape)} and the "
+            f"mask {tuple(mask.shape)} must have one shape (B, T). Cut each to the T columns of the responses."
+        )
+    mask = mask.to(mu.device) != 0
+    mu, pi = mu.float() if not mu.is_floating_point() else mu, pi.to(mu.device)
+    above = mask & (mu > POSITIVE_TOLERANCE)
+    if above.any():
+        row, position = above.nonzero()[0].tolist()
+        raise ValueError(
+            f"rollout_log_probs[{row}, {position}] = {float(mu[row, position]):.4g}: a log-prob is at most 0. Pass natural "
+            "logarithms of probabilities, neither probabilities nor logits."
+        )
+    return Scored(mu, pi, mask)
+
+
+_INPUTS = ("rollout_log_probs", "old_log_probs", "responses", "response_mask", "attention_mask")
+
+
+def _tensor(name: str, batch: Any) -> torch.Tensor | None:
+    value = batch[name] if name in batch.keys() else None  # noqa: SIM118 (a TensorDict iterates over rows)
+    if value is None or isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, (list, tuple)):
+        value = [[math.nan if entry is None else entry for entry in row] for row in value]
+    return torch.as_tensor(value)

@@ -78,6 +78,7 @@ class Anchors:
         rows[ROW_ID] = torch.arange(n, device=device) + n * self.trainer.accelerator.process_index
         rows["generated_version"] = torch.tensor(self.position.version)
         self._fresh = self.trainer.model.training
+        self.trainer.monitor.generation += self._fresh
         return rows
 
     # ---- before a micro-step ---------------------------------------------------------------------------------------
@@ -209,13 +210,13 @@ class Anchors:
         rows.pop("due_logps", None)
         rows.pop("due_rows", None)
         mu, mask = rows.get(MU), loss_mask(rows)
-        if mu is not None and version == generated:
-            trainer.monitor.observe(trainer._mode, mu, logps, mask, trainer.accelerator.reduce, trainer.accelerator.gather)
         if self.mode == "rollout" and mu is not None and not too_old(generated, version, self.max_age):
             rows[OLD] = torch.where(torch.isfinite(mu), mu, logps).to(logps.dtype)
             rows["anchor_version"] = rows["generated_version"]
         if trainer.use_vllm and trainer.vllm_importance_sampling_correction and mu is not None:
             self._correct(rows, mu, mask)
+        if mu is not None and version == generated:
+            trainer.monitor.observe(trainer._mode, version, rows | {OLD: logps}, mask, rows.get(RATIO))
 
     def _correct(self, rows: Rows, mu: torch.Tensor, mask: torch.Tensor) -> None:
         trainer = self.trainer

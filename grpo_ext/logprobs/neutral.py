@@ -11,8 +11,7 @@ from trl import GRPOTrainer
 from grpo_ext import _trl
 from grpo_ext.logprobs.positions import dynamic_rope_limit, is_prompt_learning
 from grpo_ext.logprobs.tree_forward import ATTENTIONS
-
-NEUTRAL_LOSSES = ("grpo", "dapo", "dr_grpo", "cispo", "sapo", "vespo", "luspo")
+from grpo_ext.rules import NEUTRAL_LOSSES
 
 
 def grouping_obstacle(trainer: Any, asked_for: bool = False) -> str | None:

@@ -7,6 +7,7 @@ per-rollout seeds. Generation itself, and the engine of server mode, are TRL's.
 import difflib
 import glob
 import logging
+import math
 import os
 import uuid
 from collections.abc import Iterator
@@ -68,6 +69,7 @@ class ColocatedEngine(VLLMGeneration):
         generation_kwargs, shared_seed = _keep_alignment(dict(generation_kwargs or {}))
         self.rollout_seed = rollout_seed if rollout_seed is not None else shared_seed
         self.pushes = 0
+        self.sampling_params: Any = None  # of the last generation, what `generation_kwargs` asked for included
         self._calls = 0
         super().__init__(*args, generation_kwargs=generation_kwargs, **kwargs)
 
@@ -91,11 +93,11 @@ class ColocatedEngine(VLLMGeneration):
     def _build_llm(self, **kwargs: Any) -> Any:
         from vllm import LLM
 
-        kwargs["dtype"] = self.dtype or self._actor_dtype()
+        kwargs["dtype"] = self.dtype or self.actor_dtype
         kwargs["use_tqdm_on_load"] = False
         if _trl.is_cpu_engine():
             kwargs["enforce_eager"] = True  # compiling costs minutes there and gains little
-        if self._pushes_adapter:
+        if self.pushes_adapter:
             rank = max(config.r for config in self.model.peft_config.values())
             kwargs.update(enable_lora=True, max_loras=1, max_lora_rank=_lora_rank(rank))
         kwargs.update(_tokenizer_kwargs(kwargs["model"], self.processing_class))
@@ -106,7 +108,7 @@ class ColocatedEngine(VLLMGeneration):
 
     def _prepare_push(self, llm: Any) -> None:
         """List what a push of weights reads, and rehearse it: a push that cannot work must not start."""
-        if self._pushes_adapter:
+        if self.pushes_adapter:
             return
         self._units = weight_units(self.model)
         parameters = {
@@ -117,10 +119,15 @@ class ColocatedEngine(VLLMGeneration):
         self._names = CheckpointNames(base_model(self.model), parameters)
         rehearse_push(llm, self._names.outlines)
 
-    def _actor_dtype(self) -> str:
+    @property
+    def actor_dtype(self) -> str:
         """The dtype the actor computes in: that of mixed precision, else that of its weights."""
         mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(self.accelerator.mixed_precision)
         return mixed or str(self.model.dtype).removeprefix("torch.")
+
+    @property
+    def engine_dtype(self) -> str:
+        return str(_trl.model_runner(self.llm).model_config.dtype).removeprefix("torch.")
 
     def _agree_on_identity(self) -> str:
         identity = [f"grpo_ext-{os.getpid()}-{uuid.uuid4().hex[:12]}"]
@@ -129,7 +136,8 @@ class ColocatedEngine(VLLMGeneration):
 
     # ---- weights ---------------------------------------------------------------------------------------------------
     @property
-    def _pushes_adapter(self) -> bool:
+    def pushes_adapter(self) -> bool:
+        """Whether pushes carry the LoRA matrices alone."""
         return self.weight_sync == "adapter" and is_peft_model(self.model)
 
     def sync_weights(self) -> None:
@@ -142,7 +150,7 @@ class ColocatedEngine(VLLMGeneration):
             empty_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
-        if self._pushes_adapter:
+        if self.pushes_adapter:
             self._push_adapter()
         else:
             self._push_weights()
@@ -172,11 +180,12 @@ class ColocatedEngine(VLLMGeneration):
         engine_generate = self.llm.generate
 
         def generate(requests: list, sampling_params: Any, **kwargs: Any) -> list:
+            self.sampling_params = sampling_params
             if self.rollout_seed is not None:
                 sampling_params = [
                     _with_seed(sampling_params, row_seed(self.rollout_seed, call, first_row + i)) for i in range(len(requests))
                 ]
-            if self._pushes_adapter:
+            if self.pushes_adapter:
                 kwargs["lora_request"] = _lora_request()
             return engine_generate(requests, sampling_params=sampling_params, **kwargs)
 
@@ -186,6 +195,60 @@ class ColocatedEngine(VLLMGeneration):
                 return super().generate(prompts, images, num_generations, profiler)
         finally:
             del self.llm.generate
+
+    # ---- questions ---------------------------------------------------------------------------------------------------
+    def score(self, rows: list[list[int]]) -> list[list[float]] | None:
+        """Log-probs of all but the first token of every row, at temperature 1 (vLLM's `prompt_logprobs`); None if asleep."""
+        if self.enable_sleep_mode:
+            return None
+        from vllm import SamplingParams
+
+        requests = [{"prompt_token_ids": ids[: self.llm.llm_engine.model_config.max_model_len - 1]} for ids in rows]
+        kwargs: dict[str, Any] = {"lora_request": _lora_request()} if self.pushes_adapter else {}
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, seed=0, detokenize=False)
+        outputs = self.llm.generate(requests, sampling_params=params, use_tqdm=False, **kwargs)
+        scored = []
+        for ids, output in zip(rows, outputs, strict=True):
+            values = [at[token].logprob for token, at in zip(ids[1:], output.prompt_logprobs[1:], strict=False)]
+            scored.append(values + [math.nan] * (len(ids) - 1 - len(values)))
+        return scored
+
+    def stale_parameters(self) -> tuple[list[str], int]:
+        """Names of the engine's parameters that are not, bit for bit, what a push would write; and how many could be compared.
+
+        Only what the engine keeps as it was loaded can be: on CPU no packed layer. A collective.
+        """
+        if self.pushes_adapter or self.enable_sleep_mode:
+            return [], 0
+        held = dict(_trl.engine_model(self.llm).named_parameters())
+        stale, compared = [], 0
+        for name, tensor in self._weights():
+            own = held.get(name)
+            if own is not None and own.dim() == tensor.dim() and own.shape[1:] == tensor.shape[1:] and len(own) >= len(tensor):
+                compared += 1
+                if not torch.equal(own[: len(tensor)], tensor.to(own)):
+                    stale.append(name)
+        return stale, compared
+
+    def head_difference(self) -> float | None:
+        """Relative difference, up to a scale, of the logits that the engine's and the actor's head give random hidden states.
+
+        None where the heads cannot be compared: an adapted or missing head, a sleeping engine. A collective.
+        """
+        head = base_model(self.model).get_output_embeddings()
+        if type(head) is not torch.nn.Linear or self.enable_sleep_mode:
+            return None
+        generator = torch.Generator().manual_seed(0)
+        hidden = 0.02 * torch.randn(8, head.in_features, generator=generator)  # small: soft caps on logits are linear there
+        with self._dist.gather_params([head.weight]):
+            own = hidden @ head.weight.detach().float().cpu().T
+        theirs = _trl.engine_logits(self.llm, hidden)
+        if theirs is None:  # this rank of a tensor-parallel engine gets none
+            return None
+        theirs = theirs.float().cpu()[:, : own.size(1)]
+        own = own[:, : theirs.size(1)]
+        own *= (own * theirs).sum() / (own * own).sum()
+        return float((own - theirs).norm() / theirs.norm())
 
 
 def row_seed(base: int, call: int, row: int) -> int:
@@ -213,6 +276,8 @@ def _keep_alignment(generation_kwargs: dict[str, Any]) -> tuple[dict[str, Any], 
             f"generation_kwargs['n']={generation_kwargs['n']}: the trainer repeats each prompt itself and expects one "
             "completion a row. Take n out and set num_generations."
         )
+    if generation_kwargs.get("logit_bias"):  # JSON knows no integer keys
+        generation_kwargs["logit_bias"] = {int(token): bias for token, bias in generation_kwargs["logit_bias"].items()}
     dropped = [name for name in _LOGPROB_FIELDS if generation_kwargs.pop(name, None) is not None]
     if dropped:
         logger.warning(

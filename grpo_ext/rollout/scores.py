@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 # A log-softmax in float32 may land a rounding error above 0.
-_ROUNDING = 1e-4
+POSITIVE_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def check_rollout_scores(completion_ids: Sequence[Sequence[int]], logprobs: Sequ
             if value is None or value != value:
                 unscored += 1
                 continue
-            if value > _ROUNDING:
+            if value > POSITIVE_TOLERANCE:
                 raise ValueError(
                     f"Row {row}, token {position}: log-prob {value} is positive, a probability above 1. Return natural "
                     "logarithms of probabilities (vLLM: logprobs_mode='processed_logprobs')."

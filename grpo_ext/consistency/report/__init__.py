@@ -1,0 +1,63 @@
+"""The dumps of a run as one self-contained page: `grpo-ext report DIR`. Knows nothing of torch; needs the extra `report`."""
+
+import importlib
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from grpo_ext.consistency.report.read import DumpError, Problems, find_steps
+
+__all__ = ["DumpError", "write_report"]
+
+logger = logging.getLogger(__name__)
+
+
+def write_report(
+    directory: Path, output: Path, *, png: Path | None = None, warn: float = 0.005, stop: float | None = None
+) -> list[Path]:
+    """Write the page of a `prob_diff_save_dir` to `output`, and its figures to `png` if given; returns what was written.
+
+    `warn` and `stop` are thresholds on a step's mean probability difference. Files that cannot be used are logged as warnings, listed
+    on the page, and left out. Raises DumpError where no dump can be used, a library is missing, or a file cannot be written.
+    """
+    if not 0 < warn < (stop or float("inf")):
+        raise DumpError(f"warn {warn:g} and stop {stop} do not fit: 0 < warn < stop, as in --warn 0.005 --stop 0.01")
+    problems = Problems()
+    files = find_steps(directory, problems)
+    _need("plotly", "jinja2", *(["pyarrow"] if any(f.tokens for f in files) else []), *(["matplotlib"] if png else []))
+    from grpo_ext.consistency.report.page import render
+    from grpo_ext.consistency.report.run import Thresholds, read_run
+
+    run = read_run(directory, files, problems, Thresholds(warn, stop))
+    for line in problems.lines():
+        logger.warning("%s", line)
+    _write(output, render(run).encode())
+    if png is None:
+        return [output]
+    from grpo_ext.consistency.report.png import draw
+
+    _write(png, draw(run))
+    return [output, png]
+
+
+def _need(*libraries: str) -> None:
+    for library in libraries:
+        try:
+            importlib.import_module(library)
+        except ImportError as error:
+            raise DumpError(f"a report needs {library} ({error}): pip install 'grpo-ext[report]'") from None
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Under a temporary name first, so that there is the old file or the new one, and never half a file."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    except OSError as error:
+        raise DumpError(f"cannot write {path}: {error.strerror or error}") from None
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)

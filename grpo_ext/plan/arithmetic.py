@@ -1,0 +1,210 @@
+"""The arithmetic of a step: what a generation batch is, how it is used, and what its passes take. Pure: numbers in, numbers out.
+
+Units: a rollout is a prompt with one completion, a row the same seen from a rank; tokens count padding. Everything is for one
+generation batch, a mean over a cycle (see `cycle`) where batches differ. "At most" bounds what completions of full length
+take; None stands where nothing bounds it.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_ext.logprobs.window import Loop
+from grpo_ext.plan.cycle import play, sorted_together
+from grpo_ext.rules import NEUTRAL_LOSSES
+
+PATTERNS = 4  # how many generation batches of a cycle are shown
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One call to the engine, over all ranks."""
+
+    prompts: int
+    rollouts: int
+    rollouts_per_rank: int
+    slices: int
+    rows_per_slice: int
+    completion_tokens_at_most: int | None
+    tokens_at_most: int | None
+
+
+@dataclass(frozen=True)
+class Training:
+    """micro_steps: forwards and backwards of a rank. rows_sorted_together: of a rank, by cell, in the cycle's first batch."""
+
+    micro_steps: int
+    optimizer_steps: float
+    rollouts_per_optimizer_step: int
+    tokens_per_micro_step_at_most: int | None
+    rows_sorted_together: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class OldLogps:
+    """Rows by how they get their old log-probs, over all ranks; patterns as in `cycle.Cycle`, of the first few batches."""
+
+    generations_per_cycle: int
+    patterns: tuple[str, ...]
+    rows_free: float
+    rows_computed: float
+    rows_reanchored: float
+    rows_computed_by_trl: int
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Forwards without gradient on a rank."""
+
+    rows: float
+    rows_per_forward: int | None
+    tokens_per_forward_at_most: int | None
+    forwards_at_most: float
+
+
+@dataclass(frozen=True)
+class Engine:
+    engines: int
+    ranks: int
+    sequences: int
+    row_tokens_at_most: int | None  # prompt and completion
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    prompts_per_step: int
+    rollouts_per_step: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """The whole run by max_steps, short windows at the ends of epochs left aside."""
+
+    optimizer_steps: int
+    generations: int
+    rollouts: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    processes: int
+    generation: Generation
+    training: Training
+    old_logps: OldLogps
+    old_logps_pass: Pass
+    reference_pass: Pass | None
+    engine: Engine | None
+    evaluation: Evaluation | None
+    run: Run | None
+
+
+def make_plan(s: Any, processes: int) -> Plan:
+    """The plan of settings that pass `grpo_ext.rules`, on `processes` ranks."""
+    rows, slices, longest = s.per_device_train_batch_size, slices_of(s, processes), longest_row(s)
+    rollouts = rows * slices * processes
+    loop = Loop(s.gradient_accumulation_steps, slices, s.num_iterations)
+    cycle = play(loop, rows, s.old_logps, s.old_logps_max_age, s.old_logps_budget)
+    everywhere = processes / cycle.batches
+    stock = has_correction(s) or loop.accumulation % loop.lifetime != 0
+    return Plan(
+        processes=processes,
+        generation=Generation(
+            prompts=rollouts // s.num_generations,
+            rollouts=rollouts,
+            rollouts_per_rank=rows * slices,
+            slices=slices,
+            rows_per_slice=rows,
+            completion_tokens_at_most=_times(rollouts, s.max_completion_length),
+            tokens_at_most=_times(rollouts, longest),
+        ),
+        training=Training(
+            micro_steps=loop.lifetime,
+            optimizer_steps=loop.lifetime / loop.accumulation,
+            rollouts_per_optimizer_step=rows * loop.accumulation * processes,
+            tokens_per_micro_step_at_most=_times(rows, longest),
+            rows_sorted_together=sorted_together(loop, rows) if groups_by_length(s, slices) else (),
+        ),
+        old_logps=OldLogps(
+            generations_per_cycle=cycle.batches,
+            patterns=tuple(cycle.patterns[:PATTERNS]),
+            rows_free=cycle.free * everywhere,
+            rows_computed=cycle.computed * everywhere,
+            rows_reanchored=cycle.reanchored * everywhere,
+            rows_computed_by_trl=rollouts if stock else 0,
+        ),
+        old_logps_pass=no_grad_pass(s, s.logps_micro_batch_size, cycle.portions, cycle.batches),
+        reference_pass=no_grad_pass(s, s.ref_logps_micro_batch_size, [rows * slices]) if s.beta else None,
+        engine=engine_of(s, processes, slices) if is_colocated(s) else None,
+        evaluation=evaluation_of(s, processes),
+        run=run_of(s, loop, rollouts),
+    )
+
+
+def slices_of(s: Any, processes: int) -> int:
+    """steps_per_generation as TRL derives it (`GRPOConfig.__post_init__`)."""
+    if s.steps_per_generation is not None:
+        return s.steps_per_generation
+    if s.generation_batch_size is not None:
+        return s.generation_batch_size // (s.per_device_train_batch_size * processes)
+    return s.gradient_accumulation_steps
+
+
+def is_colocated(s: Any) -> bool:
+    return s.use_vllm and s.vllm_mode == "colocate"
+
+
+def has_correction(s: Any) -> bool:
+    return s.use_vllm and s.vllm_importance_sampling_correction
+
+
+def longest_row(s: Any) -> int | None:
+    """Tokens of the longest row, prompt and completion, where the engine's window bounds it."""
+    return s.vllm_max_model_length if is_colocated(s) else None
+
+
+def groups_by_length(s: Any, slices: int) -> bool:
+    """Whether rows are put in order of length, as far as settings tell (a model's balancing loss may still forbid it)."""
+    neutral = (
+        s.loss_type in NEUTRAL_LOSSES and s.top_entropy_quantile >= 1 and not s.entropy_coef and not s.use_adaptive_entropy
+    )
+    return slices > 1 and s.group_rollouts_by_length is not False and neutral
+
+
+def no_grad_pass(s: Any, micro_batch_size: int | None, portions: list[int], batches: int = 1) -> Pass:
+    """Forwards over `portions` of rows, the mean of `batches` generation batches.
+
+    Rows are taken in order of length, so a forward is closed by the token budget only once it holds as many rows as would fit
+    if each were the longest."""
+    tokens, longest = s.logps_max_tokens, longest_row(s)
+    rows = micro_batch_size or (None if tokens else s.per_device_train_batch_size)
+    surely = [n for n in (rows, max(1, tokens // longest if longest else 1) if tokens else None) if n]
+    bounds = [n for n in (_times(rows, longest), max(tokens, longest or 0) if tokens else None) if n]
+    return Pass(
+        rows=sum(portions) / batches,
+        rows_per_forward=rows,
+        tokens_per_forward_at_most=min(bounds, default=None),
+        forwards_at_most=sum(math.ceil(portion / min(surely)) for portion in portions) / batches,
+    )
+
+
+def engine_of(s: Any, processes: int, slices: int) -> Engine:
+    ranks = s.vllm_tensor_parallel_size
+    return Engine(processes // ranks, ranks, s.per_device_train_batch_size * slices * ranks, longest_row(s))
+
+
+def evaluation_of(s: Any, processes: int) -> Evaluation | None:
+    if s.eval_strategy == "no":
+        return None
+    rollouts = s.per_device_eval_batch_size * processes
+    return Evaluation(rollouts // (s.num_generations_eval or s.num_generations), rollouts)
+
+
+def run_of(s: Any, loop: Loop, rollouts: int) -> Run | None:
+    if s.max_steps <= 0:
+        return None
+    generations = math.ceil(s.max_steps * loop.accumulation / loop.lifetime)
+    return Run(s.max_steps, generations, generations * rollouts)
+
+
+def _times(a: int | None, b: int | None) -> int | None:
+    return None if a is None or b is None else a * b

@@ -1,0 +1,60 @@
+"""Which ZeRO stage a run will have, read from the files that say so: an Accelerate YAML, a DeepSpeed JSON. Imports neither."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_ext.plan.recipe import RecipeError, coerced, read_yaml
+
+OFFLOADS = ("offload_optimizer", "offload_param")
+
+
+@dataclass(frozen=True)
+class Zero:
+    """stage 0: none. offload_*: whether it lives in CPU memory. processes: what the launcher's file starts, None if unsaid."""
+
+    stage: int = 0
+    offload_optimizer: bool = False
+    offload_param: bool = False
+    machines: int = 1
+    processes: int | None = None
+
+
+def zero_of(deepspeed: Any, accelerate: Path | None) -> Zero:
+    """From the recipe's `deepspeed` (a mapping or a JSON file) and the file given to `accelerate launch`. Raises RecipeError."""
+    launcher = read_yaml(accelerate) if accelerate is not None else {}
+    try:
+        return _zero(deepspeed, launcher)
+    except (ValueError, AttributeError, TypeError) as error:  # anything may stand in these files
+        raise RecipeError(
+            f"The ZeRO stage cannot be read from {'the DeepSpeed settings' if accelerate is None else accelerate}: {error}."
+        ) from None
+
+
+def _zero(deepspeed: Any, launcher: dict[Any, Any]) -> Zero:
+    settings = launcher.get("deepspeed_config") or {}
+    if deepspeed is None:
+        deepspeed = settings.get("deepspeed_config_file")
+    if deepspeed is not None:
+        zero = (deepspeed if isinstance(deepspeed, dict) else _read_json(Path(deepspeed))).get("zero_optimization") or {}
+        stage, devices = zero.get("stage"), {name: (zero.get(name) or {}).get("device") for name in OFFLOADS}
+    else:
+        stage, devices = settings.get("zero_stage"), {name: settings.get(f"{name}_device") for name in OFFLOADS}
+    return Zero(
+        stage=coerced("zero_stage", stage or 0, "int"),
+        offload_optimizer=devices["offload_optimizer"] not in (None, "none"),
+        offload_param=devices["offload_param"] not in (None, "none"),
+        machines=coerced("num_machines", launcher.get("num_machines", 1), "int"),
+        processes=coerced("num_processes", launcher.get("num_processes"), "int?"),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path}: {getattr(error, 'strerror', None) or error}; its path counts from the folder the run is started in, so "
+            "start plan there too"
+        ) from None

@@ -1,0 +1,77 @@
+"""What the engine does to logits, on literal values: logits [2, 1, 0, -1, -2], whose probabilities are e^l / 11.61."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from grpo_ext.rollout.sampling import SamplingSettings, log_kept_mass, processed, truncated
+
+LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, -2.0]])
+
+
+def probabilities(**settings):
+    return processed(LOGITS, SamplingSettings(**settings)).softmax(dim=-1)[0]
+
+
+def test_top_k():
+    assert probabilities(top_k=2).tolist() == pytest.approx([0.73106, 0.26894, 0, 0, 0], abs=1e-5)
+    assert float(log_kept_mass(LOGITS, SamplingSettings(top_k=2))) == pytest.approx(-0.13865, abs=1e-5)
+
+
+def test_case_5_temperature():
+    assert float(probabilities(temperature=0.5)[0]) == pytest.approx(0.86470, abs=1e-5)
+    assert float(probabilities()[0]) == pytest.approx(0.63641, abs=1e-5)
+
+
+def test_top_p_keeps_the_token_that_crosses():
+    # .636, .234, .086, ...: .7 is reached by the second
+    assert (probabilities(top_p=0.7) > 0).tolist() == [True, True, False, False, False]
+    assert (probabilities(top_p=0.6) > 0).tolist() == [True, False, False, False, False]
+    assert (probabilities(top_p=1e-9) > 0).tolist() == [True, False, False, False, False]
+
+
+def test_min_p_is_a_share_of_the_likeliest():
+    # shares of the first: 1, .368, .135, .050, .018
+    assert (probabilities(min_p=0.1) > 0).tolist() == [True, True, True, False, False]
+
+
+def test_temperature_comes_before_truncation():
+    assert (probabilities(temperature=0.5, min_p=0.1) > 0).tolist() == [True, True, False, False, False]
+
+
+def test_ties_at_the_kth_place_stay():
+    logits = torch.tensor([[1.0, 0.0, 0.0, -1.0]])
+    assert torch.isfinite(truncated(logits, SamplingSettings(top_k=2))).tolist() == [[True, True, True, False]]
+
+
+def test_penalties_look_at_what_stands_before():
+    settings = SamplingSettings(frequency_penalty=0.5, presence_penalty=0.25)
+    logits = processed(torch.zeros(3, 4), settings, prompt=[3], output=[1, 1, 2])
+    assert logits.tolist() == [[0, 0, 0, 0], [0, -0.75, 0, 0], [0, -1.25, 0, 0]]
+
+
+def test_repetition_penalty_counts_the_prompt_and_moves_both_signs_down():
+    logits = processed(torch.tensor([[2.0, -2.0, 2.0]]), SamplingSettings(repetition_penalty=2.0), prompt=[0, 1])
+    assert logits.tolist() == [[1.0, -4.0, 2.0]]
+
+
+def test_logit_bias_and_allowed_tokens():
+    assert processed(LOGITS, SamplingSettings(logit_bias={4: 3.0}))[0, 4] == 1.0
+    kept = processed(LOGITS, SamplingSettings(allowed_token_ids=(1, 3)))
+    assert torch.isfinite(kept).tolist() == [[False, True, False, True, False]]
+
+
+def test_settings_of_a_mapping_and_of_an_object():
+    given = {"top_p": 0.9, "top_k": -1, "min_p": None, "logit_bias": {"7": 1}, "structured_outputs": object(), "min_tokens": 2}
+    for source in (given, SimpleNamespace(**given)):
+        settings = SamplingSettings.of(source)
+        assert settings.truncation == {"top_p": 0.9}
+        assert settings.penalties == {"logit_bias": {7: 1.0}}
+        assert settings.restrictions == ("min_tokens", "structured_outputs")
+    assert set(settings.departures) == {"top_p", "logit_bias", "min_tokens", "structured_outputs"}
+
+
+def test_defaults_depart_from_nothing():
+    assert SamplingSettings().departures == {}
+    assert torch.equal(processed(LOGITS, SamplingSettings()), LOGITS)
