@@ -128,30 +128,24 @@ def scores_by_itself(trainer: Any, mixin: type) -> str | None:
 # ---- transformers ----------------------------------------------------------------------------------------------------
 
 
-def serve_trees(attend: Callable[..., Any]) -> None:
-    """Let transformers' "sdpa" go through `attend(query, key, value, layout, scale, dropout)` -> (1, H, N, D) in a forward that was
-    given `tree_layout=layout`. In any other forward it is transformers' own function, called as before.
+def serve_trees() -> None:
+    """Let transformers' "sdpa" be `tree_attention(query, key, value, scale=, dropout=)` -> (1, H, N, D) in a forward that was given such
+    a function. In any other forward it is transformers' own, called as before.
 
     The name stays "sdpa", so nothing that asks for it changes, and a layer that is run again in a backward (gradient
-    checkpointing) finds the layout among its own arguments.
+    checkpointing) finds the function among its own arguments. A function, for wrappers that go through a forward's arguments
+    leave one alone.
     """
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     def sdpa(
-        module: Any,
-        query: Any,
-        key: Any,
-        value: Any,
-        *args: Any,
-        tree_layout: Any = None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        **kwargs: Any,
+        module: Any, query: Any, key: Any, value: Any, *args: Any, tree_attention: Any = None, **kwargs: Any
     ) -> tuple[Any, None]:
-        if tree_layout is None:
-            return sdpa_attention_forward(module, query, key, value, *args, dropout=dropout, scaling=scaling, **kwargs)
-        return attend(query, key, value, tree_layout, scaling, dropout).transpose(1, 2).contiguous(), None
+        if tree_attention is None:
+            return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+        attended = tree_attention(query, key, value, scale=kwargs.get("scaling"), dropout=kwargs.get("dropout", 0.0))
+        return attended.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register("sdpa", sdpa)
 

@@ -18,7 +18,7 @@ from grpo_ext.batch.micro_batches import Chunks, cut
 from grpo_ext.batch.padding import token_counts
 from grpo_ext.batch.rollouts import Rows, join, n_rows
 from grpo_ext.logprobs.neutral import longest_tree_row, sharing_obstacle
-from grpo_ext.logprobs.tree_forward import ATTENTIONS, Scored, ready, score_as_trees
+from grpo_ext.logprobs.tree_forward import ATTENTIONS, Scored, score_as_trees
 from grpo_ext.notices import Notices
 
 # How far the log-probs of trees and of rows may be apart, in nats: the largest difference in float32; the mean where products are
@@ -46,6 +46,7 @@ class SharedPrompts:
                 config = self._trainer.model.config
                 self._costs = Costs.of(config, dense=_trl.attention_of(self._trainer.model) == "eager")
                 self._longest = longest_tree_row(config)
+                _trl.serve_trees()
                 self._on = True
             else:
                 self._refuse(obstacle)
@@ -71,9 +72,7 @@ class SharedPrompts:
 
     def by_trees(self, method: Callable[..., Scored], model: Any) -> Callable[..., Scored]:
         """`method` by forwards of `model` over trees, to be called like `method`."""
-        attention = self._attention(model)
-        ready(attention)
-        return partial(score_as_trees, method, attention=attention, dtype=self._trainer.model.dtype)
+        return partial(score_as_trees, method, attention=self._attention(model), dtype=self._trainer.model.dtype)
 
     def _attention(self, model: Any) -> str | None:
         return _trl.attention_of(self._trainer.accelerator.unwrap_model(model))

@@ -7,11 +7,11 @@ autocast, PEFT and DeepSpeed do their work as they do for rows.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
-from grpo_ext import _trl
 from grpo_ext.batch.branch_attention import branch_attention
 from grpo_ext.batch.groups import Inputs
 from grpo_ext.batch.trees import Layout, lay_out
@@ -22,21 +22,15 @@ Scored = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 ATTENTIONS = ("sdpa", "flex_attention", "eager")
 
 
-def ready(attention: str) -> None:
-    """Once, before the first forward over trees."""
-    if attention == "sdpa":
-        _trl.serve_trees(branch_attention)
-
-
 def attention_inputs(layout: Layout, attention: str, dtype: torch.dtype) -> dict[str, Any]:
-    """What tells a model who sees whom: the layout itself, a block mask, or an additive dense one."""
+    """What tells a model who sees whom: a function that attends so, a block mask, or an additive dense one."""
     if attention == "flex_attention":
         return {"attention_mask": layout.block_mask()}
     if attention == "eager":
         return {"attention_mask": layout.additive_mask(dtype)}
     # A mask of one element, which is handed through: for None transformers would build one of N x N.
     seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=layout.input_ids.device)
-    return {"attention_mask": seen, "tree_layout": layout}
+    return {"attention_mask": seen, "tree_attention": partial(branch_attention, layout=layout)}
 
 
 @contextmanager

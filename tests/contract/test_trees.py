@@ -50,21 +50,21 @@ def test_sdpa_is_looked_up_by_name_and_called_with_what_the_forward_was_given():
     assert parameters[:7] == ["module", "query", "key", "value", "attention_mask", "dropout", "scaling"]
     asked = []
 
-    def attend(query, key, value, layout, scale, dropout):
-        asked.append((layout, scale, dropout, tuple(query.shape), tuple(key.shape)))
+    def attend(query, key, value, scale, dropout):
+        asked.append((scale, dropout, tuple(query.shape), tuple(key.shape)))
         return query
 
     model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SHAPE, num_key_value_heads=1, intermediate_size=32))
     ids = torch.arange(2, 8)[None]
     plain = model(input_ids=ids).logits
-    _trl.serve_trees(attend)
+    _trl.serve_trees()
     try:
         assert torch.equal(model(input_ids=ids).logits, plain) and not asked
         one = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-        model(input_ids=ids, attention_mask=one, position_ids=ids, tree_layout="layout")
+        model(input_ids=ids, attention_mask=one, position_ids=ids, tree_attention=attend)
     finally:
         transformers.AttentionInterface.register("sdpa", sdpa_attention.sdpa_attention_forward)
-    assert asked == [("layout", 16**-0.5, 0.0, (1, 2, 6, 16), (1, 1, 6, 16))] * 2
+    assert asked == [(16**-0.5, 0.0, (1, 2, 6, 16), (1, 1, 6, 16))] * 2
 
 
 def test_a_mask_of_four_dimensions_is_handed_through():
