@@ -139,13 +139,16 @@ class ForwardCount:
         model = trainer.model
 
         def count(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-            ids, mask = kwargs["input_ids"], kwargs["attention_mask"]
+            ids, mask, tree = kwargs["input_ids"], kwargs["attention_mask"], kwargs.get("tree_attention")
             off = module is not model or is_reference_pass(trainer.accelerator.unwrap_model(model))
             found = self.counts["reference" if off else "grad" if torch.is_grad_enabled() else "no_grad"]
             found["forwards"] += 1
-            found["rows"] += ids.size(0)
+            layout = tree and tree.keywords["layout"]
+            found["rows"] += ids.size(0) if layout is None else layout.n_rows
             found["tokens"] += ids.numel()
-            found["real"] += int((mask > 0).sum())
+            found["real"] += (
+                int((mask > 0).sum()) if layout is None else ids.numel() - sum(len(each.branches) - 1 for each in layout.trees)
+            )
 
         watched = [model] + ([trainer.accelerator.unwrap_model(trainer.ref_model)] if trainer.ref_model is not None else [])
         handles = [each.register_forward_pre_hook(count, with_kwargs=True) for each in watched]

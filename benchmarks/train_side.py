@@ -4,16 +4,21 @@
     python benchmarks/train_side.py --only tail-8/8/1 --only equal-8/8/1
     python benchmarks/train_side.py --list           # names of all cases; --all runs every one
 
-A case is named lengths-accumulation/steps_per_generation/iterations, then -ref (a reference model), -lora, -zero3 (two ranks).
+A case is named lengths-accumulation/steps_per_generation/iterations, then -ref (a reference model), -lora, -zero3 (two ranks),
+-p512 (prompts of 512 tokens), -g16 (16 rollouts to a prompt), -c64 (completions of at most 64 tokens). Cases with -p also train with
+trees wherever possible and with rows only, to hold `shared_prompt="auto"` against the better of both, and make a picture of the
+ratio over the prompt length with what the cost model predicts: --shapes runs them.
 Every trainer is warmed up by a step of its own; then both train the same optimizer steps from the same weights, in turns. Time
 is the wall time of training without the rollouts, and the CPU time beside it, which other work on the machine does not touch.
 The results go to benchmarks/results/train_side.json, and a picture beside it."""
 
 import argparse
+import ctypes
 import itertools
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -38,10 +43,12 @@ SHAPE = dict(
     num_hidden_layers=6,
     num_attention_heads=4,
     num_key_value_heads=4,
-    max_position_embeddings=1024,
+    max_position_embeddings=4096,
     tie_word_embeddings=True,
 )
 LENGTHS = ("tail", "uniform", "equal")
+PROMPTS, GROUPS = (16, 128, 512, 2048), (4, 8, 16)
+SIDES = {"trl": {}, "ours": {}, "trees": {"shared_prompt": True}, "rows": {"shared_prompt": False}}
 LOOPS = ((8, 8, 1), (4, 8, 1), (4, 4, 2), (3, 2, 1))
 DEFAULT = [
     *(f"tail-{a}/{s}/{i}" for a, s, i in LOOPS),
@@ -56,9 +63,31 @@ DEFAULT = [
 ]
 
 
+SHAPES = [f"tail-8/8/1-p{prompt}-g{group}" for prompt in PROMPTS for group in GROUPS] + ["tail-8/8/1-p2048-g8-c64"]
+
+
+def number(case: str, letter: str, default: int) -> int:
+    """The number behind `letter` in a case's name, or the default: 512 for "p" in tail-8/8/1-p512-g8."""
+    found = re.search(rf"-{letter}(\d+)", case)
+    return int(found[1]) if found else default
+
+
+def shape_of(case: str) -> tuple[int, int, int, int]:
+    """(rows of a slice, rollouts to a prompt, prompt tokens, longest completion)."""
+    group = number(case, "g", ROWS)
+    return max(ROWS, group), group, number(case, "p", PROMPT), number(case, "c", CAP)
+
+
+def completions(case: str) -> Any:
+    from benchmarks.replay import equal, lognormal, uniform
+
+    cap = shape_of(case)[-1]
+    return {"tail": lognormal(55, 0.8, cap), "uniform": uniform(1, cap), "equal": equal(128)}[case.split("-")[0]]
+
+
 def all_cases() -> list[str]:
     extras = ["".join(parts) for parts in itertools.product(("", "-ref"), ("", "-lora"), ("", "-zero3"))]
-    return [f"{lengths}-{a}/{s}/{i}{extra}" for lengths in LENGTHS for a, s, i in LOOPS for extra in extras]
+    return [f"{lengths}-{a}/{s}/{i}{extra}" for lengths in LENGTHS for a, s, i in LOOPS for extra in extras] + SHAPES
 
 
 # ---- one case, on every rank -------------------------------------------------------------------------------------------
@@ -75,30 +104,30 @@ def build_model(folder: Path) -> None:
     plain_tokenizer(VOCAB).save_pretrained(folder)
 
 
-def make_trainer(kind: str, case: str, folder: Path, steps: int, seed: int) -> Any:
+def make_trainer(side: str, case: str, folder: Path, steps: int, seed: int) -> Any:
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import PrinterCallback
     from trl import GRPOTrainer
 
-    from benchmarks.replay import RecordedRollouts, equal, lognormal, recorded, token_reward, uniform
+    from benchmarks.replay import RecordedRollouts, equal, recorded, token_reward
     from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 
-    lengths, loop, *extras = case.split("-")
+    _, loop, *extras = case.split("-")
     accumulation, slices, iterations = map(int, loop.split("/"))
-    completion = {"tail": lognormal(55, 0.8, CAP), "uniform": uniform(1, CAP), "equal": equal(128)}[lengths]
+    rows, group, prompt, cap = shape_of(case)
     args = GRPOExtConfig(
         output_dir=str(folder / "out"),
         use_vllm=True,
         bf16=False,
         gradient_checkpointing=False,
-        per_device_train_batch_size=ROWS,
-        num_generations=ROWS,
+        per_device_train_batch_size=rows,
+        num_generations=group,
         gradient_accumulation_steps=accumulation,
         steps_per_generation=slices,
         num_iterations=iterations,
         beta=0.04 if "ref" in extras else 0.0,
-        max_completion_length=CAP,
+        max_completion_length=cap,
         learning_rate=1e-5,
         lr_scheduler_type="constant",
         max_steps=steps,
@@ -107,14 +136,15 @@ def make_trainer(kind: str, case: str, folder: Path, steps: int, seed: int) -> A
         save_strategy="no",
         disable_tqdm=True,
         **({} if "zero3" in extras else {"use_cpu": True}),
+        **SIDES[side],
     )
     adapter = LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False) if "lora" in extras else None
-    trainer = recorded(GRPOTrainer if kind == "trl" else GRPOExtTrainer)(
+    trainer = recorded(GRPOTrainer if side == "trl" else GRPOExtTrainer)(
         str(folder / "model"),
         token_reward,
         args,
         Dataset.from_dict({"prompt": [f"{i}" for i in range(512)]}),
-        rollout_func=Timed(RecordedRollouts(VOCAB, completion, equal(PROMPT), seed)),
+        rollout_func=Timed(RecordedRollouts(VOCAB, completions(case), equal(prompt), seed)),
         peft_config=adapter,
     )
     trainer.remove_callback(PrinterCallback)
@@ -136,16 +166,32 @@ class Timed:
             self.cpu += time.process_time() - cpu
 
 
-def run_once(kind: str, case: str, folder: Path, steps: int, seed: int = 0) -> dict[str, Any]:
-    """Train `steps` optimizer steps from the same start; seconds without rollouts, forwards, per-step gradient norms."""
+class PeakMemory:
+    """MiB that training took beyond what the process held before: the kernel's high-water mark (Linux, CPU)."""
+
+    def __enter__(self) -> "PeakMemory":
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # the mark starts anew
+        self._before = self._read("VmRSS")
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.mib = self._read("VmHWM") - self._before
+
+    def _read(self, name: str) -> float:
+        return float(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024  # type: ignore[index]
+
+
+def run_once(side: str, case: str, folder: Path, steps: int, seed: int = 0) -> dict[str, Any]:
+    """Train `steps` optimizer steps from the same start; seconds without rollouts, peak memory, forwards, gradient norms."""
     import torch
 
     from benchmarks.replay import ForwardCount
 
     torch.manual_seed(0)
-    trainer = make_trainer(kind, case, folder, steps, seed)
-    counts = ForwardCount()
-    with counts.watching(trainer):
+    trainer = make_trainer(side, case, folder, steps, seed)
+    counts, memory = ForwardCount(), PeakMemory()
+    with counts.watching(trainer), memory:
         wall, cpu = time.perf_counter(), time.process_time()
         trainer.train()
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
@@ -156,6 +202,8 @@ def run_once(kind: str, case: str, folder: Path, steps: int, seed: int = 0) -> d
         "grad_norm": [entry["grad_norm"] for entry in history],
         "loss": [entry["loss"] for entry in history],
         "forwards": counts.counts,
+        "peak_mib": memory.mib,
+        "real_token_share": [entry["perf/real_token_share"] for entry in history if "perf/real_token_share" in entry],
     }
 
 
@@ -168,24 +216,58 @@ def steps_of(case: str) -> int:
     return steps
 
 
+def predicted_ratio(case: str) -> float:
+    """What the cost model makes of a case with -p, ours / TRL, forward and backward being three forwards. TRL: one more for the old
+    log-probs, everything at the width of the generation batch, every position projected."""
+    import random
+
+    import torch
+    from transformers import Qwen2Config
+
+    from grpo_ext.batch.costs import Costs
+    from grpo_ext.batch.padding import Lengths
+
+    rows, group, prompt, _ = shape_of(case)
+    slices = int(case.split("-")[1].split("/")[1])
+    costs, rng, length, trl, ours = Costs.of(Qwen2Config(**SHAPE)), random.Random(0), completions(case), 0.0, 0.0
+    for _ in range(20):
+        batch = torch.tensor([length(rng) for _ in range(rows * slices)])
+        width = prompt + int(batch.max())
+        trl += 4 * len(batch) * (costs.token * width + costs.pair * width**2 + costs.label * width)
+        groups = [list(range(start, start + group)) for start in range(0, rows, group)]
+        by_length = [Lengths(torch.full((rows,), prompt), part) for part in batch.sort().values.split(rows)]
+        by_prompt = [Lengths(torch.full((rows,), prompt), part) for part in batch.split(rows)]
+        as_rows, as_trees = sum(map(costs.rows, by_length)), sum(costs.trees(groups, each) for each in by_prompt)
+        ours += 3 * min(as_rows, as_trees)
+    return ours / trl
+
+
 def measure(case: str, folder: Path, rounds: int) -> dict[str, Any]:
     """A B A B on this rank, each round with rollouts of its own: ratio of times, work done, how far gradients are apart."""
-    steps = steps_of(case)
-    for kind in ("trl", "ours"):
-        run_once(kind, case, folder, 1)
-    runs: dict[str, list[dict[str, Any]]] = {"trl": [], "ours": []}
+    steps, shaped = steps_of(case), "-p" in case
+    sides = tuple(SIDES) if shaped else ("trl", "ours")
+    for side in sides:
+        run_once(side, re.sub(r"-p\d+", "", case), folder, 1)
+    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for seed in range(rounds):
-        for kind in ("trl", "ours"):
-            runs[kind].append(run_once(kind, case, folder, steps, seed))
+        for side in sides:
+            runs[side].append(run_once(side, case, folder, steps, seed))
+
+    def total(side: str, name: str) -> float:
+        return sum(run[name] for run in runs[side])
 
     def ratio(name: str) -> float:
-        return sum(run[name] for run in runs["ours"]) / sum(run[name] for run in runs["trl"])
+        return total("ours", name) / total("trl", name)
 
     def count(kind: str, what: str) -> list[int]:
         return [sum(run["forwards"][kind][what] for run in runs[side]) for side in ("trl", "ours")]
 
     def apart(name: str, relative: bool) -> float:
-        both = [(a, b) for trl, ours in zip(*runs.values(), strict=True) for a, b in zip(trl[name], ours[name], strict=True)]
+        both = [
+            (a, b)
+            for trl, ours in zip(runs["trl"], runs["ours"], strict=True)
+            for a, b in zip(trl[name], ours[name], strict=True)
+        ]
         return max(abs(b / a - 1) if relative else abs(b - a) for a, b in both)
 
     pairs = [(a["wall_s"], b["wall_s"]) for a, b in zip(runs["trl"], runs["ours"], strict=True)]
@@ -202,6 +284,21 @@ def measure(case: str, folder: Path, rounds: int) -> dict[str, Any]:
         "real_token_share": [a / b for a, b in zip(count("grad", "real"), count("grad", "tokens"), strict=True)],
         "grad_norm_apart": apart("grad_norm", relative=True),
         "loss_apart": apart("loss", relative=False),
+        "peak_mib": [max(run["peak_mib"] for run in runs[side]) for side in ("trl", "ours")],
+        **(shape_results(case, runs, total) if shaped else {}),
+    }
+
+
+def shape_results(case: str, runs: dict[str, list[dict[str, Any]]], total: Any) -> dict[str, Any]:
+    """What is measured of a case with -p beside: trees and rows by themselves, and what the cost model predicts."""
+    better = {name: min(total("trees", name), total("rows", name)) for name in ("wall_s", "cpu_s")}
+    shares = [share for run in runs["ours"] for share in run["real_token_share"]]
+    return {
+        "predicted": predicted_ratio(case),
+        "trees_cpu_ratio": total("trees", "cpu_s") / total("trl", "cpu_s"),
+        "rows_cpu_ratio": total("rows", "cpu_s") / total("trl", "cpu_s"),
+        "auto_against_better": {name: total("ours", name) / best for name, best in better.items()},
+        "distinct_token_share": sum(shares) / len(shares),
     }
 
 
@@ -222,16 +319,50 @@ def run_case(case: str, folder: Path, rounds: int, threads: int) -> dict[str, An
     return json.loads((folder / "result.json").read_text())
 
 
-HEADER = f"{'case':<24}{'wall':>7}{'cpu':>7}{'no-grad rows':>14}{'ref rows':>12}{'real tokens':>14}{'|dgrad|':>10}{'TRL s':>8}"
+HEADER = (
+    f"{'case':<24}{'wall':>7}{'cpu':>7}{'no-grad rows':>14}{'ref rows':>12}{'real tokens':>14}{'|dgrad|':>10}{'memory':>8}{'TRL s':>8}"
+    "  trees and rows (cpu), predicted, auto / better (cpu)"
+)
 
 
 def line(result: dict[str, Any]) -> str:
     trl, ours = result["real_token_share"]
-    return (
+    text = (
         f"{result['case']:<24}{result['wall_ratio']:>7.3f}{result['cpu_ratio']:>7.3f}"
         f"{'{1} / {0}'.format(*result['no_grad_rows']):>14}{'{1} / {0}'.format(*result['reference_rows']):>12}"
-        f"{f'{ours:.2f} / {trl:.2f}':>14}{result['grad_norm_apart']:>10.1e}{sum(result['trl_wall_s']):>8.1f}"
+        f"{f'{ours:.2f} / {trl:.2f}':>14}{result['grad_norm_apart']:>10.1e}"
+        f"{result['peak_mib'][1] / result['peak_mib'][0]:>8.2f}{sum(result['trl_wall_s']):>8.1f}"
     )
+    if "predicted" in result:
+        text += f"  {result['trees_cpu_ratio']:.3f} {result['rows_cpu_ratio']:.3f}, {result['predicted']:.3f}, "
+        text += f"{result['auto_against_better']['cpu_s']:.2f}"
+    return text
+
+
+def plot_shapes(results: list[dict[str, Any]], path: Path) -> None:
+    """The ratio over the prompt length, a line for each group size, the cost model's prediction dashed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for group, colour in zip(GROUPS, ("#4878a8", "#c44e52", "#55a868"), strict=True):
+        shown = sorted((shape_of(r["case"])[2], r) for r in results if shape_of(r["case"])[1:4:2] == (group, CAP))
+        if shown:
+            prompts = [prompt for prompt, _ in shown]
+            axes.plot(prompts, [r["cpu_ratio"] for _, r in shown], "o-", color=colour, label=f"{group} rollouts to a prompt")
+            axes.plot(prompts, [r["predicted"] for _, r in shown], "--", color=colour, linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("prompt, tokens")
+    axes.set_ylabel("time without generation, grpo_ext / TRL 1.16")
+    axes.plot([], [], "--", color="#555555", linewidth=1, label="predicted")
+    axes.legend(frameon=False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
@@ -259,6 +390,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", help="a case by name; may be given several times")
     parser.add_argument("--all", action="store_true", help="every combination, hours")
+    parser.add_argument("--shapes", action="store_true", help="prompt lengths and group sizes, hours")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--rounds", type=int, default=2, help="how often A B is repeated")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -271,7 +403,7 @@ def main() -> None:
         if os.environ.get("RANK", "0") == "0":
             (options.folder / "result.json").write_text(json.dumps(result))
         return
-    cases = options.only or (all_cases() if options.all else DEFAULT)
+    cases = options.only or (all_cases() if options.all else SHAPES if options.shapes else DEFAULT)
     if options.list:
         print("\n".join(all_cases()))
         return
@@ -293,10 +425,20 @@ def save(results: list[dict[str, Any]], options: argparse.Namespace) -> None:
 
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__}
     machine = {"cpu": platform.processor() or platform.machine(), "threads": options.threads}
-    made = {"slice_rows": ROWS, "prompt": PROMPT, "cap": CAP, "model": SHAPE, "dtype": "float32"}
+    made = {
+        "slice_rows": ROWS,
+        "prompt": PROMPT,
+        "cap": CAP,
+        "load_average": os.getloadavg(),
+        "model": SHAPE,
+        "dtype": "float32",
+    }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps({**made, **versions, **machine, "rounds": options.rounds, "cases": results}, indent=1))
     plot(results, options.output.with_suffix(".png"))
+    shaped = [result for result in results if "predicted" in result]
+    if shaped:
+        plot_shapes(shaped, options.output.with_name(f"{options.output.stem}_prompts.png"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Every private name of TRL, vLLM, PEFT and DeepSpeed that grpo_ext relies on, and the versions of the first two it was checked with.
+"""Every private name of TRL, transformers, vLLM, PEFT and DeepSpeed that grpo_ext relies on, and the versions of TRL and vLLM it was
+checked with.
 
 Nothing outside this file reaches into upstream internals. `tests/contract/` pins each fact, so that an upgrade fails there
 first. vLLM is imported inside the functions: importing this module needs TRL only.
@@ -137,6 +138,65 @@ def load_completions_table(trainer: Any, table: dict[str, Any]) -> None:
             held = trainer._logs[name] if column is None else trainer._logs[name][column]
             held.clear()
             held.extend(values)
+
+
+@contextmanager
+def labelled_positions_only() -> Iterator[None]:
+    """Let TRL's fused head project the labelled positions alone, as it does on GPUs, wherever the model is.
+
+    Without it the head projects prompts and padding as well on a CPU, more than a third of a step's work. It can go when TRL
+    decides by something else than the presence of Triton.
+    """
+    from trl.trainer import utils
+
+    original = utils._use_triton
+    utils._use_triton = lambda device: True
+    try:
+        yield
+    finally:
+        utils._use_triton = original
+
+
+def scores_by_itself(trainer: Any, mixin: type) -> str | None:
+    """Name of the class between `mixin` and TRL's trainer that brings its own log-prob method, if one does."""
+    from trl import GRPOTrainer
+
+    order = type(trainer).__mro__
+    after = order[order.index(mixin) + 1 :]
+    owner = next(each for each in after if "_get_per_token_logps_and_entropies" in vars(each))
+    return None if owner is GRPOTrainer else owner.__name__
+
+
+# ---- transformers ----------------------------------------------------------------------------------------------------
+
+
+def serve_trees() -> None:
+    """Let transformers' "sdpa" be `tree_attention(query, key, value, scale=, dropout=)` -> (1, H, N, D) in a forward that was given such
+    a function. In any other forward it is transformers' own, called as before.
+
+    The name stays "sdpa", so nothing that asks for it changes, and a layer that is run again in a backward (gradient
+    checkpointing) finds the function among its own arguments. A function, for wrappers that go through a forward's arguments
+    leave one alone.
+    """
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def sdpa(
+        module: Any, query: Any, key: Any, value: Any, *args: Any, tree_attention: Any = None, **kwargs: Any
+    ) -> tuple[Any, None]:
+        if tree_attention is None:
+            return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+        attended = tree_attention(query, key, value, scale=kwargs.get("scaling"), dropout=kwargs.get("dropout", 0.0))
+        return attended.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("sdpa", sdpa)
+
+
+def attention_of(model: Any) -> str | None:
+    """The attention implementation of a model, if its layers take it, and their masks, from transformers' interface; else None."""
+    if not model._supports_attention_backend or model._is_stateful:
+        return None
+    return model.config._attn_implementation
 
 
 # ---- PEFT and DeepSpeed ----------------------------------------------------------------------------------------------

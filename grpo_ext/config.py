@@ -6,7 +6,7 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from grpo_ext.rules import problems
+from grpo_ext.rules import SHARED_PROMPT, problems
 from grpo_ext.toolchain import spare_the_compiler
 
 
@@ -61,6 +61,10 @@ class GRPOExtConfig(GRPOConfig):
         group_rollouts_by_length (`bool`, *optional*):
             Put rollouts of like length into the same slice, among slices that share their optimizer windows. Unset: where it
             is known not to change the gradient. False: never. True: with a `_compute_loss` of your own as well.
+        shared_prompt (`bool` or `str`, defaults to `"auto"`):
+            Encode a prompt once for all of its rollouts in a slice, as the trunk of a tree whose branches are the completions, in
+            every pass. "auto": where that is cheaper than rows, and the model can. True: wherever the model can. False: never.
+            In the first two the head projects the completions' positions only, of rows as well.
         logps_micro_batch_size (`int`, *optional*):
             Rows per forward of the actor without gradient. Unset: `per_device_train_batch_size`.
         ref_logps_micro_batch_size (`int`, *optional*):
@@ -126,6 +130,10 @@ class GRPOExtConfig(GRPOConfig):
         default=None,
         metadata={"help": "Put rollouts of like length into the same slice; unset: where the gradient stays the same."},
     )
+    shared_prompt: str = field(  # or a bool: the command line's parser takes no union of the two
+        default="auto",
+        metadata={"help": "Encode a prompt once for its rollouts: 'auto' (where that is cheaper), true, or false."},
+    )
     logps_micro_batch_size: int | None = field(
         default=None, metadata={"help": "Rows per forward of the actor without gradient; unset: the training batch's."}
     )
@@ -170,6 +178,7 @@ class GRPOExtConfig(GRPOConfig):
         for problem in problems(self, launched_processes()):
             raise ValueError(problem.text)
         super().__post_init__()
+        self.shared_prompt = SHARED_PROMPT[str(self.shared_prompt).lower()]
 
     # ---- chosen for the user ---------------------------------------------------------------------------------------
     def _choose_backend(self) -> None:

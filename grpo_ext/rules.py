@@ -14,6 +14,7 @@ from grpo_ext.rollout.sampling import SamplingSettings, as_mapping, effective_sa
 
 WEIGHT_SYNCS = ("merged", "adapter")
 OLD_LOGPS = ("window", "always", "rollout")
+SHARED_PROMPT: dict[str, Any] = {"auto": "auto", "true": True, "false": False}  # as a command line says it
 VLLM_DTYPES = ("float32", "bfloat16", "float16")
 SAMPLING_MISMATCHES = ("warn", "error", "correct")
 # Losses whose gradient over an optimizer window does not depend on which of its slices a row sits in.
@@ -294,6 +295,15 @@ def old_log_probs(s: Any, processes: int) -> Iterator[Problem]:
         )
 
 
+def shared_prompts(s: Any, processes: int) -> Iterator[Problem]:
+    if str(s.shared_prompt).lower() not in SHARED_PROMPT:
+        yield Problem(
+            f"shared_prompt={s.shared_prompt!r} is none of 'auto', True, False. Set 'auto' to encode a prompt once for its "
+            "rollouts where that is cheaper.",
+            {"shared_prompt": "auto"},
+        )
+
+
 def sizes_of_passes(s: Any, processes: int) -> Iterator[Problem]:
     rows = max(1, s.per_device_train_batch_size)
     works = {"old_logps_budget": rows, "logps_max_tokens": s.max_completion_length or 256}
@@ -344,6 +354,7 @@ RULES: tuple[Rule, ...] = (
     correction_bounds,
     sampled_as_scored,
     old_log_probs,
+    shared_prompts,
     sizes_of_passes,
     prob_diff_counts,
     prob_diff_thresholds,

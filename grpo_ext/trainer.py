@@ -15,6 +15,7 @@ from grpo_ext.consistency.callback import ProbDiffCallback
 from grpo_ext.consistency.monitor import ProbDiffMonitor
 from grpo_ext.logprobs.anchors import Anchors
 from grpo_ext.resume.checkpoint import Checkpoints
+from grpo_ext.rollout.guards import Guards
 from grpo_ext.rollout.scores import check_rollout_scores
 from grpo_ext.rollout.seeds import GenerationCount
 from grpo_ext.timing import PhaseTimes, StepTimes, timing_metrics
@@ -61,6 +62,7 @@ class GRPOExtMixin:
         self.anchors = Anchors(self)
         parts = {"monitor": self.monitor, "anchors": self.anchors, "generations": self.generations}
         self.checkpoints = Checkpoints(self, parts)
+        self.guards = Guards(self)
         self.add_callback(_RunEvents(self))
         self._attach_prob_diff()
 
@@ -202,6 +204,7 @@ class _RunEvents(TrainerCallback):
         self._trainer.mark_weights_changed()
         self._trainer.anchors.train_begins()
         self._trainer.monitor.train_begins()
+        self._trainer.guards.train_begins()
         self._trainer._attach_prob_diff()
         self._trainer.checkpoints.train_begins()
 
@@ -214,7 +217,8 @@ class _RunEvents(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.step_times.end(state.num_input_tokens_seen)
-        self._trainer.monitor.close(state.global_step)
+        report = self._trainer.monitor.close(state.global_step)
+        self._trainer.guards.step_ended(report.metrics if report is not None else None)
 
 
 def _check_has_tokenizer(model: str) -> None:

@@ -16,7 +16,7 @@ from grpo_ext.rollout.sampling import as_mapping
 
 # Settings of a recipe that decide how engine and actor compute; what it trains on and for how long does not matter here.
 _TAKEN = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "bf16", "fp16", "model_init_kwargs",
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "sampling_mismatch", "bf16", "fp16", "model_init_kwargs",
     "disable_dropout", "cast_lm_head_to_fp32", "pad_to_multiple_of", "vllm_dtype", "vllm_engine_kwargs", "vllm_weight_sync",
     "vllm_gpu_memory_utilization", "vllm_model_impl", "vllm_max_model_length", "logps_micro_batch_size", "logps_max_tokens",
     "vllm_structured_outputs_regex",
@@ -156,9 +156,9 @@ def _settings(e: Any) -> list[Check]:
         Check("temperature", f"engine {engine:.2f}, actor {loss:.2f}", f"{asked:g}", near if not departures else None),
         Check(
             "sampling from the whole distribution",
-            f"{named}: bias {e.bias:+.3f} nats" if departures else "no truncation, no penalty",
-            "none",
-            not departures,
+            f"{named}: bias {e.bias:+.3f} nats{', corrected' * e.corrected}" if departures else "no truncation, no penalty",
+            "none, or corrected",
+            e.corrected or not departures,
         ),
         Check("dropout", f"{len(e.dropout_modules)} module(s), {e.dropout:.1e} nats", "0", e.dropout == 0.0),
     ]

@@ -31,6 +31,7 @@ from grpo_ext.logprobs.forward import Passes
 from grpo_ext.logprobs.metrics import ExactMeans
 from grpo_ext.logprobs.position import LoopPosition
 from grpo_ext.logprobs.ratio import RatioStats, engine_ratio, ratio_metrics, ratio_stats
+from grpo_ext.logprobs.sharing import SharedPrompts
 from grpo_ext.logprobs.window import RowCounts, Use, due, portions, rows_now, too_old
 from grpo_ext.notices import Notices
 
@@ -56,8 +57,9 @@ class Anchors:
         self.counts = RowCounts()
         notices = Notices()
         self.position = LoopPosition(trainer)
-        self.passes = Passes(trainer, notices)
-        self.arranger = Arranger(trainer, notices)
+        sharing = SharedPrompts(trainer, notices)
+        self.passes = Passes(trainer, notices, sharing)
+        self.arranger = Arranger(trainer, notices, sharing)
         self._fresh = self._followed = False
 
     def train_begins(self) -> None:

@@ -1,4 +1,4 @@
-"""Slices fresh from generation: rows of like length together, padding cut off, tokens counted. Knows the trainer."""
+"""Slices fresh from generation: rows of like length or of one prompt together, padding cut off, tokens counted. Knows the trainer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +8,7 @@ import torch
 from grpo_ext.batch.padding import order_by_length, token_counts, trim
 from grpo_ext.batch.rollouts import Rows, is_multimodal, loss_mask, rearrange
 from grpo_ext.logprobs.neutral import grouping_obstacle, trimming_obstacle
+from grpo_ext.logprobs.sharing import SharedPrompts
 from grpo_ext.logprobs.window import Use, cells
 from grpo_ext.notices import Notices
 
@@ -15,14 +16,14 @@ from grpo_ext.notices import Notices
 class Arranger:
     """Groups, trims and counts; says once where it must not. Multimodal slices keep TRL's order and width."""
 
-    def __init__(self, trainer: Any, notices: Notices):
-        self._trainer, self._notices = trainer, notices
+    def __init__(self, trainer: Any, notices: Notices, sharing: SharedPrompts | None = None):
+        self._trainer, self._notices, self._sharing = trainer, notices, sharing
         self._real = self._processed = 0.0  # tokens of the slices trained on, all ranks
 
     def arrange(self, slices: Sequence[Rows], remaining: Sequence[Use]) -> list[Rows]:
         """The slices of a generation batch as they will be used; `remaining` tells which of them share their windows."""
         if not is_multimodal(slices[0]) and self._groups(len(slices)):
-            slices = rearrange(slices, cells(remaining, len(slices)), order_by_length)
+            slices = rearrange(slices, cells(remaining, len(slices)), self._order)
         return self.trimmed(slices)
 
     def trimmed(self, slices: Sequence[Rows]) -> list[Rows]:
@@ -47,19 +48,25 @@ class Arranger:
             self._notices.once("grouping", f"Rollouts are not grouped by length: {obstacle}")
         return obstacle is None
 
+    def _order(self, slices: Sequence[Rows]) -> list[int]:
+        by_length = order_by_length(slices)
+        return self._sharing.order(slices, by_length) if self._sharing and self._sharing.on else by_length
+
     def count_tokens(self, slices: Sequence[Rows]) -> None:
         """One sum over ranks for all slices: the weight of each in the exact means, and how much of them is padding."""
+        training = self._trainer.model.training
+        shared = training and self._sharing and self._sharing.on and not is_multimodal(slices[0])
         counts = [loss_mask(rows).sum() for rows in slices]
-        counts += [counts[0].new_tensor(count) for count in token_counts(slices)]
+        counts += [counts[0].new_tensor(count) for count in (self._sharing.token_counts if shared else token_counts)(slices)]
         *counts, real, processed = self._trainer.accelerator.reduce(torch.stack(counts), reduction="sum")
         for rows, count in zip(slices, counts, strict=True):
             rows["loss_tokens"] = count
-        if self._trainer.model.training:
+        if training:
             self._real += float(real)
             self._processed += float(processed)
 
     def drain(self) -> dict[str, float]:
-        """Share of real tokens, prompts included, among those of the slices arranged since the last call; {} without any."""
+        """Share of real tokens, prompts included (shared ones once), of the slices arranged since the last call; {} without any."""
         real, processed = self._real, self._processed
         self._real = self._processed = 0.0
         return {"perf/real_token_share": real / processed} if processed else {}

@@ -1,4 +1,4 @@
-"""How log-probs are computed: micro-batches of like length where no gradient is needed, the same number on every rank.
+"""How log-probs are computed: as rows or as trees, in micro-batches where no gradient is needed, the same number on every rank.
 
 Everything goes through the trainer's own `_get_per_token_logps_and_entropies`, so that a user's override of it, TRL's fused
 head, autocast and PEFT keep doing their work. Knows the trainer; the arithmetic is in `grpo_ext.batch`.
@@ -11,14 +11,17 @@ from typing import Any
 import torch
 
 from grpo_ext import _trl
+from grpo_ext.batch.groups import Inputs
 from grpo_ext.batch.micro_batches import Chunks, cut, in_lockstep, put_back
 from grpo_ext.batch.padding import lengths_of, rounded
 from grpo_ext.batch.rollouts import MULTIMODAL_KEYS
 from grpo_ext.logprobs.neutral import trimming_obstacle
 from grpo_ext.logprobs.positions import has_absolute_positions, positions_passed
+from grpo_ext.logprobs.sharing import SharedPrompts
+from grpo_ext.logprobs.support import OnSupport
+from grpo_ext.logprobs.tree_forward import Scored
 from grpo_ext.notices import Notices
-
-Scored = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+from grpo_ext.rollout.guards import corrected_sampling
 
 
 def agree_on_maximum(accelerator: Any, value: int) -> int:
@@ -41,6 +44,7 @@ def micro_batched(
     multiple: int | None,
     accelerator: Any,
     on_alone: Callable[[int], None],
+    chunks: Chunks | None = None,
     compute_entropy: bool = False,
     **per_token: torch.Tensor | None,
 ) -> Scored:
@@ -52,6 +56,7 @@ def micro_batched(
         trims: whether padding may be cut off (False where it is not neutral: rows are chunked only).
         multiple: `pad_to_multiple_of`.
         on_alone: told how many rows exceed `max_tokens` by themselves.
+        chunks: which rows each forward takes, where that is not to be decided by length.
         per_token: further (B, P + T) inputs, such as token-type ids.
     """
     T = logits_to_keep
@@ -59,7 +64,7 @@ def micro_batched(
     lengths = rounded(lengths_of(attention_mask[:, :P], attention_mask[:, P:]), multiple)
     if not trims:
         lengths = type(lengths)(torch.full_like(lengths.prompt, P), torch.full_like(lengths.completion, T))
-    chunks = cut(lengths, max_rows, max_tokens)
+    chunks = cut(lengths, max_rows, max_tokens) if chunks is None else chunks
     on_alone(chunks.alone)
     chunks = in_lockstep(chunks, agree_on_maximum(accelerator, len(chunks)))
     logps, entropies = [], []
@@ -89,10 +94,11 @@ def is_plain(kwargs: dict[str, Any]) -> bool:
 class Passes:
     """What becomes of each call of the trainer's log-prob method. `score` stands in for the method, which it is given."""
 
-    def __init__(self, trainer: Any, notices: Notices):
-        self._trainer, self._notices = trainer, notices
+    def __init__(self, trainer: Any, notices: Notices, sharing: SharedPrompts):
+        self._trainer, self._notices, self.sharing = trainer, notices, sharing
         self._generating = self._omits_next = False
         self._absolute: dict[int, bool] = {}
+        self._support = corrected_sampling(trainer)
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -112,7 +118,7 @@ class Passes:
         self._omits_next = self._generating and args.gradient_accumulation_steps % lifetime != 0
 
     def score(self, method: Any, model: Any, *args: Any, **kwargs: Any) -> Scored | tuple[None, None, None]:
-        """Nothing for TRL's old pass, micro-batches where no gradient flows, else the method itself."""
+        """Nothing for TRL's old pass; else the method itself, by trees where they are cheaper, in micro-batches without gradient."""
         reference = self._is_reference(model)
         if self._omits_next and not reference:
             self._omits_next = False
@@ -122,11 +128,14 @@ class Passes:
                 around.enter_context(positions_passed(model))
             if self._generating and reference:
                 around.enter_context(self._trainer.phase_times.phase("ref_logps"))
-            if torch.is_grad_enabled() or not is_plain(kwargs):
+            if self._support is not None and not reference:
+                model = OnSupport(model, self._support)
+            if not is_plain(kwargs):
                 return method(model, *args, **kwargs)
-            return self._micro_batched(method, reference, model, *args, **kwargs)
+            around.enter_context(self.sharing.head())
+            return self._plain(method, reference, model, *args, **kwargs)
 
-    def _micro_batched(
+    def _plain(
         self,
         method: Any,
         reference: bool,
@@ -137,23 +146,38 @@ class Passes:
         batch_size: int | None = None,
         **kwargs: Any,
     ) -> Scored:
-        trainer = self._trainer
-        rows = trainer._setting("ref_logps_micro_batch_size" if reference else "logps_micro_batch_size")
-        tokens = trainer._setting("logps_max_tokens")
+        """With gradient one forward, as rows or as trees; without, micro-batches of either."""
+        trainer, grad, inputs = self._trainer, torch.is_grad_enabled(), (input_ids, attention_mask, logits_to_keep)
+        rows, tokens = (None, None) if grad else self._limits(reference, batch_size)
+        further = {key: value for key, value in kwargs.items() if value is not None and key != "compute_aux_loss"}
+        lines = None
+        if further.keys() <= {"compute_entropy"}:  # nothing else that goes with every token
+            lines = self.sharing.lines(method, model, Inputs(*inputs), rows, tokens)
+        if grad and lines is None:
+            return method(model, *inputs, batch_size=batch_size, **kwargs)
+        if lines is not None:
+            method = self.sharing.by_trees(method, model)
+        if grad:
+            return method(model, *inputs, **further)
         return micro_batched(
             method,
             model,
-            input_ids,
-            attention_mask,
-            logits_to_keep,
-            max_rows=rows or (None if tokens else batch_size),
+            *inputs,
+            max_rows=rows,
             max_tokens=tokens,
             trims=trimming_obstacle(trainer, input_ids.size(1)) is None,
             multiple=trainer.pad_to_multiple_of,
             accelerator=trainer.accelerator,
             on_alone=self._alone,
-            **{key: value for key, value in kwargs.items() if value is not None and key != "compute_aux_loss"},
+            chunks=lines,
+            **further,
         )
+
+    def _limits(self, reference: bool, batch_size: int | None) -> tuple[int | None, int | None]:
+        """(rows, tokens) of a forward without gradient."""
+        tokens = self._trainer._setting("logps_max_tokens")
+        rows = self._trainer._setting("ref_logps_micro_batch_size" if reference else "logps_micro_batch_size")
+        return rows or (None if tokens else batch_size), tokens
 
     def _is_reference(self, model: Any) -> bool:
         trainer = self._trainer

@@ -1,4 +1,4 @@
-"""Where grouping or trimming would change what is learned. Each function names the obstacle, or returns None.
+"""Where grouping, trimming or sharing prompts would change what is learned. Each function names the obstacle, or returns None.
 
 Checked by trial over loss types, correction modes, off-policy masks, tool masks and truncated rows: the gradient summed over an
 optimizer window stays the same for the losses in `NEUTRAL_LOSSES`. The others normalise, rank or balance within one slice.
@@ -8,7 +8,10 @@ from typing import Any
 
 from trl import GRPOTrainer
 
+from grpo_ext import _trl
 from grpo_ext.logprobs.positions import dynamic_rope_limit, is_prompt_learning
+from grpo_ext.logprobs.tree_forward import ATTENTIONS
+from grpo_ext.rollout.guards import corrected_sampling
 from grpo_ext.rules import NEUTRAL_LOSSES
 
 
@@ -60,3 +63,45 @@ def trimming_obstacle(trainer: Any, width: int) -> str | None:
             "generated. Keep prompt plus completion within that to have it cut."
         )
     return None
+
+
+def sharing_obstacle(trainer: Any) -> str | None:
+    """Why prompts cannot be shared, whatever the rows: the model does not attend as a tree asks, or not in a forward of ours."""
+    from grpo_ext.trainer import GRPOExtMixin
+
+    model = trainer.model
+    config, attention = model.config, _trl.attention_of(model)
+    if config.get_text_config() is not config:
+        return "this model is multimodal and numbers its own positions. Set shared_prompt=False."
+    if is_prompt_learning(model):
+        return "this adapter puts its virtual tokens before every row. Train a LoRA adapter to have them shared."
+    layers = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+    if attention is None or layers:
+        what = f"layers of kind {', '.join(layers)}" if layers else "an attention of its own, or a recurrent state"
+        return f"{type(model).__name__} has {what}, which no mask reaches. Set shared_prompt=False."
+    if attention not in ATTENTIONS:
+        return (
+            f"attn_implementation={attention!r} knows no trees. Load the model with attn_implementation='sdpa' (or "
+            "'flex_attention' on a GPU) to have them shared."
+        )
+    if trainer.aux_loss_enabled:
+        return (
+            "the load-balancing loss of this mixture of experts counts every row's own prompt. Set router_aux_loss_coef=0.0 to "
+            "have them shared."
+        )
+    if trainer.args.torch_compile:
+        return "a compiled model would be compiled anew for every tree. Set torch_compile=False to have them shared."
+    if corrected_sampling(trainer) is not None:
+        return "sampling_mismatch='correct' needs the logits of rows. Sample from the whole vocabulary to have them shared."
+    owner = _trl.scores_by_itself(trainer, GRPOExtMixin)
+    if owner is not None:
+        return f"{owner} makes log-probs by a method of its own, which expects rows. Set shared_prompt=False."
+    return None
+
+
+def longest_tree_row(config: Any) -> float:
+    """Tokens of a row up to which a tree attends as the row does: the sliding window, or where rotary frequencies begin to move."""
+    layers = getattr(config, "layer_types", None)
+    slides = layers is None or "sliding_attention" in layers
+    window = getattr(config, "sliding_window", None) if slides else None
+    return min(window or float("inf"), dynamic_rope_limit(config) or float("inf"))

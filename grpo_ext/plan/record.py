@@ -13,7 +13,7 @@ from typing import Any
 
 from grpo_ext.plan.recipe import FIELDS
 
-TAKEN_AS_WELL = {"scale_rewards"}  # annotated as text, but TRL takes true and false too
+TAKEN_AS_WELL = {"scale_rewards", "shared_prompt"}  # annotated as text, but true and false are taken too
 
 
 def kind(hint: Any) -> str:
