@@ -11,7 +11,7 @@ from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from tests.tiny import config_kwargs, sums
 
 VOCAB = 98
-OWN = ("old_logps", "group_rollouts", "logps_", "ref_logps_")  # what stock TRL's configuration does not have
+OWN = ("old_logps", "group_rollouts", "logps_", "ref_logps_", "resume_")  # what stock TRL's configuration does not have
 
 
 def rollouts(**kwargs: Any) -> RecordedRollouts:
