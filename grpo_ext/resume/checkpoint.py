@@ -7,6 +7,7 @@ state: after the data are skipped, before the first micro-step.
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 
 from accelerate.utils import gather_object
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from grpo_ext import _trl
 from grpo_ext.notices import Notices
@@ -92,7 +93,7 @@ class Checkpoints:
 
     def _found(self, folder: Path) -> list[Path]:
         """Checkpoints, newest first, that any rank sees (a collective)."""
-        here = [Path(path).name for path in sort_checkpoints(str(folder))] if folder.is_dir() else []
+        here = [path.name for path in folder.glob("*") if re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", path.name)]
         names = {name for names in gather_object([here]) for name in names}
         return [folder / name for name in sorted(names, key=lambda name: int(name.rpartition("-")[2]), reverse=True)]
 

@@ -60,7 +60,7 @@ def test_two_ranks_under_zero3(models, tmp_path, config):
     assert_same(whole, resumed)
 
 
-@pytest.mark.slow
+@SLOW
 def test_one_rank_and_two_sample_the_same(models, tmp_path):
     """12 rollouts in groups of 4: with two ranks the second group lies on both."""
     run = {"rollout_seed": 1, "gradient_accumulation_steps": 2, "steps_per_generation": 2, "num_iterations": 1}

@@ -84,6 +84,7 @@ def test_resume_rollouts_false_goes_on_with_fresh_ones(model, folder, saved, tmp
 def test_true_passes_over_what_is_half_written(model, folder, saved, lost, caplog):
     shutil.rmtree(folder / "checkpoint-4")
     (folder / "checkpoint-3" / lost).unlink()
+    (folder / "checkpoint-9-old").mkdir()  # somebody's copy
     with caplog.at_level(logging.WARNING, logger="grpo_ext"):
         part = train(model, folder, resume=True, **SHORT)
     assert part["weights"] == saved[1]["weights"]
