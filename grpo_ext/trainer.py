@@ -10,6 +10,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from grpo_ext import _trl
+from grpo_ext.clock import Clock
 from grpo_ext.config import GRPOExtConfig
 from grpo_ext.consistency.callback import ProbDiffCallback
 from grpo_ext.consistency.monitor import ProbDiffMonitor
@@ -18,7 +19,6 @@ from grpo_ext.resume.checkpoint import Checkpoints
 from grpo_ext.rollout.guards import Guards
 from grpo_ext.rollout.scores import check_rollout_scores
 from grpo_ext.rollout.seeds import GenerationCount
-from grpo_ext.timing import PhaseTimes, StepTimes, timing_metrics
 
 _trl.check_trl()
 
@@ -33,7 +33,7 @@ class GRPOExtMixin:
         _prepare_inputs           ... but here, when an optimizer step is about to make them too late; rows grouped and trimmed
         compute_loss              ... or taken from the loss's own forward, free
         _get_per_token_logps_and_entropies   micro-batches of like length where no gradient is needed
-        _calculate_rewards, training_step, log   phase times, and the monitor's aggregates
+        _calculate_rewards, training_step, evaluate, log   phase times, and the monitor's aggregates
         _load_from_checkpoint,
         _load_best_model          the engine is told that the weights changed
         train, _save_checkpoint,
@@ -54,7 +54,8 @@ class GRPOExtMixin:
         processing_class = kwargs.get("processing_class", args[4] if len(args) > 4 else None)
         if isinstance(model, str) and processing_class is None:
             _check_has_tokenizer(model)
-        self.phase_times, self.step_times = PhaseTimes(), StepTimes()
+        self.clock = Clock(self)
+        self.phase_times = self.clock.phases
         self.generations = GenerationCount()
         with _trl.engine_injected(self._build_engine):
             super().__init__(model, *args, **kwargs)
@@ -124,8 +125,9 @@ class GRPOExtMixin:
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        self.checkpoints.begins(os.path.join(self._get_output_dir(trial=trial), folder))
-        super()._save_checkpoint(model, trial)
+        with self.phase_times.phase("checkpoint"):
+            self.checkpoints.begins(os.path.join(self._get_output_dir(trial=trial), folder))
+            super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:
         self.checkpoints.save(output_dir)
@@ -143,7 +145,8 @@ class GRPOExtMixin:
     # ---- rollouts --------------------------------------------------------------------------------------------------
     def _generate(self, prompts: list) -> tuple:
         self.generations.begins(self._mode)
-        result = super()._generate(prompts)
+        with self.clock.generation(len(prompts)):
+            result = super()._generate(prompts)
         self.anchors.passes.generated()
         completion_ids, logprobs = result[1], result[4]
         if logprobs is not None:
@@ -177,14 +180,18 @@ class GRPOExtMixin:
             return super()._calculate_rewards(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self.phase_times.phase("forward_backward"):
+        with self.clock.micro_step():
             return super().training_step(*args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with self.phase_times.phase("evaluate", whole=True):
+            return super().evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = self._mode
         own = self.monitor.drain(mode) | self.anchors.drain(mode)
         if mode == "train":
-            own |= timing_metrics(self.phase_times.drain(), self.step_times.drain())
+            own |= self.clock.drain()
         self._metrics[mode].update({name: [value] for name, value in own.items()})
         super().log(logs, start_time)
 
@@ -205,6 +212,7 @@ class _RunEvents(TrainerCallback):
         self._trainer.anchors.train_begins()
         self._trainer.monitor.train_begins()
         self._trainer.guards.train_begins()
+        self._trainer.clock.train_begins()
         self._trainer._attach_prob_diff()
         self._trainer.checkpoints.train_begins()
 
@@ -212,11 +220,14 @@ class _RunEvents(TrainerCallback):
         self._trainer.anchors.position.epoch_begins()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer.step_times.begin(state.num_input_tokens_seen)
+        self._trainer.clock.steps.begin(state.num_input_tokens_seen)
         self._trainer.anchors.position.window_begins()
 
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.clock.optimizer_stepped()
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer.step_times.end(state.num_input_tokens_seen)
+        self._trainer.clock.steps.end(state.num_input_tokens_seen)
         report = self._trainer.monitor.close(state.global_step)
         self._trainer.guards.step_ended(report.metrics if report is not None else None)
 

@@ -69,7 +69,7 @@ def gather_evidence(trainer: Any, prompts: list[list[int]] | None = None) -> Evi
     prompts = ranks.from_main(trainer.accelerator, own[:ROWS])
     if not hasattr(engine, "score") or not prompts:
         return None
-    with trainer.phase_times.phase("diagnosis"), torch.random.fork_rng(), torch.no_grad():
+    with trainer.phase_times.phase("diagnosis", whole=True), torch.random.fork_rng(), torch.no_grad():
         rows = _generate(trainer, engine, (prompts * ROWS)[:ROWS])
         return _evidence(trainer, engine, rows)
 

@@ -181,6 +181,8 @@ class Anchors:
                 self._anchor_free(rows, result[0].detach())
             return result
 
+        if mode == "train":
+            trainer.clock.trains_on(rows)
         trainer._get_per_token_logps_and_entropies = hand_over
         rows["used"] = torch.tensor(True)
         if "loss_tokens" not in rows:  # rows from elsewhere

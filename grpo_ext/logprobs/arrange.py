@@ -19,6 +19,7 @@ class Arranger:
     def __init__(self, trainer: Any, notices: Notices, sharing: SharedPrompts | None = None):
         self._trainer, self._notices, self._sharing = trainer, notices, sharing
         self._real = self._processed = 0.0  # tokens of the slices trained on, all ranks
+        self._share: dict[str, float] = {}
 
     def arrange(self, slices: Sequence[Rows], remaining: Sequence[Use]) -> list[Rows]:
         """The slices of a generation batch as they will be used; `remaining` tells which of them share their windows."""
@@ -66,10 +67,12 @@ class Arranger:
             self._processed += float(processed)
 
     def drain(self) -> dict[str, float]:
-        """Share of real tokens, prompts included (shared ones once), of the slices arranged since the last call; {} without any."""
+        """Share of real tokens, prompts included (shared ones once), of the slices arranged since the last call, or of those before."""
         real, processed = self._real, self._processed
         self._real = self._processed = 0.0
-        return {"perf/real_token_share": real / processed} if processed else {}
+        if processed:
+            self._share = {"perf/real_token_share": real / processed}
+        return self._share
 
     def state_dict(self) -> dict[str, float]:
         return {"real": self._real, "processed": self._processed}

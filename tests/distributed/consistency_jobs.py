@@ -35,7 +35,9 @@ def watch(out: str) -> dict[str, Any]:
             rows |= {"prompt_ids": torch.ones(3, 2), "prompt_mask": torch.ones(3, 2)}
             monitor.observe("train", step - 1, rows, mask[mine][part], None)
         reports.append(monitor.close(step).metrics)
-    return {"reports": reports, "logged": monitor.drain("train"), "ranks": accelerator.num_processes}
+    result = {"reports": reports, "logged": monitor.drain("train"), "ranks": accelerator.num_processes}
+    accelerator.end_training()
+    return result
 
 
 def stop_and_dump(model: str, out: str, **run: Any) -> dict[str, Any]:
@@ -58,4 +60,5 @@ def stop_and_dump(model: str, out: str, **run: Any) -> dict[str, Any]:
         "checkpoint": (Path(out) / "checkpoint-2").is_dir(),
         "tokens": [report.metrics["training/rollout_tokens"] for report in trainer.monitor.reports],
         "engine": type(trainer.model_wrapped).__name__,
+        "times": [entry for entry in trainer.state.log_history if "timing_s/step" in entry],
     }

@@ -40,3 +40,7 @@ def test_one_dump_one_decision_and_a_cause(models, tmp_path, size):
         diff, mask = (np.load(tmp_path / f"out/dumps/prob_{kind}_step_1.npy", allow_pickle=False) for kind in ("diff", "mask"))
         assert (len(diff), mask.sum()) == (16, run["tokens"][0])
         assert diff[mask].mean() > 1e-3
+        for entry in run["times"]:  # the optimizer steps inside DeepSpeed's backward, and is told apart nevertheless
+            phases = {name: value for name, value in entry.items() if name.startswith("timing_s/") and name != "timing_s/step"}
+            assert sum(phases.values()) == pytest.approx(entry["timing_s/step"], rel=0.05)
+            assert phases["timing_s/optimizer"] > 0
