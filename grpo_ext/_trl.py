@@ -98,6 +98,48 @@ def is_reference_pass(model: Any) -> bool:
     return is_peft_model(model) and (model._adapters_disabled or model.active_adapter == "ref")
 
 
+def loop_state(trainer: Any) -> dict[str, Any]:
+    """What transformers and TRL keep in memory between two logs, and no checkpoint of theirs holds.
+
+    TRL writes the adaptive entropy coefficient after everything else, so a kill can lose it: it is here as well.
+    """
+    return {
+        "metrics": {mode: {name: list(values) for name, values in found.items()} for mode, found in trainer._metrics.items()},
+        "loss": trainer._tr_loss,
+        "total_loss": trainer._total_loss_scalar,
+        "last_logged": trainer._globalstep_last_logged,
+        "entropy": (trainer.entropy_coef, trainer._last_world_entropy),
+    }
+
+
+def load_loop_state(trainer: Any, state: dict[str, Any]) -> None:
+    for mode, found in state["metrics"].items():
+        trainer._metrics[mode].clear()
+        trainer._metrics[mode].update(found)
+    trainer._tr_loss = state["loss"]
+    trainer._total_loss_scalar = state["total_loss"]
+    trainer._globalstep_last_logged = state["last_logged"]
+    trainer.entropy_coef, trainer._last_world_entropy = state["entropy"]
+
+
+def completions_table(trainer: Any) -> dict[str, Any]:
+    """The rows that the next table of completions shows; {} where none is made, or where images ride along."""
+    if not trainer.log_completions or trainer._logs["images"]:
+        return {}
+    return {
+        name: {column: list(values) for column, values in rows.items()} if isinstance(rows, dict) else list(rows)
+        for name, rows in trainer._logs.items()
+    }
+
+
+def load_completions_table(trainer: Any, table: dict[str, Any]) -> None:
+    for name, rows in table.items():
+        for column, values in rows.items() if isinstance(rows, dict) else [(None, rows)]:
+            held = trainer._logs[name] if column is None else trainer._logs[name][column]
+            held.clear()
+            held.extend(values)
+
+
 @contextmanager
 def labelled_positions_only() -> Iterator[None]:
     """Let TRL's fused head project the labelled positions alone, as it does on GPUs, wherever the model is.

@@ -43,8 +43,9 @@ class GRPOExtConfig(GRPOConfig):
             Upper bound, in MiB, of the memory that one ZeRO-3 gather takes during a push (twice the size of the parameters
             in it, for DeepSpeed holds them as received and as put together). A single larger parameter is gathered alone.
         rollout_seed (`int`, *optional*):
-            Seed from which every rollout's own sampling seed is derived, by (generation call, row over all ranks).
-            Unset: the engine's generator draws, except with tensor parallelism, where per-rollout seeds are
+            Seed from which every rollout's own sampling seed is derived, by (generation batch, prompt, number among the samples
+            of that prompt over all ranks), so that what is sampled depends neither on the rest of the batch nor on the
+            number of ranks. Unset: the engine's generator draws, except with tensor parallelism, where per-rollout seeds are
             necessary (the ranks of one engine must draw alike) and `seed` serves.
         old_logps (`str`, defaults to `"window"`):
             Where the log-probs of the old policy, the anchor of the PPO ratio, come from. "window": from the training forward
@@ -88,6 +89,14 @@ class GRPOExtConfig(GRPOConfig):
             Optimizer steps whose dumps are kept; older ones are deleted.
         prob_diff_save_tokens (`bool`, defaults to `False`):
             Write a Parquet file beside each dump: token ids and text, both log-probs, policy version, prompt.
+        sampling_mismatch (`str`, defaults to `"warn"`):
+            What to do where the engine samples from another distribution than the trainer scores (top_p, top_k, min_p, penalties,
+            logit bias, `generation_kwargs` included). "warn": say so once, with the bias measured on the first rollouts. "error":
+            refuse. "correct": score the actor on the support that was sampled from, at the cost of full logits.
+        resume_rollouts (`bool`, defaults to `True`):
+            Resume with the rollouts, their old log-probs, counts and seeds that the checkpoint holds, as if the run had never
+            stopped; a checkpoint whose state is damaged, incomplete or of other settings is refused. False: that state is not
+            read, and the resumed run begins with fresh rollouts.
     """
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]
@@ -153,6 +162,14 @@ class GRPOExtConfig(GRPOConfig):
     prob_diff_keep_last: int = field(default=100, metadata={"help": "Optimizer steps whose dumps are kept."})
     prob_diff_save_tokens: bool = field(
         default=False, metadata={"help": "Write a Parquet file with tokens and both log-probs beside each dump."}
+    )
+    sampling_mismatch: str = field(
+        default="warn",
+        metadata={"help": "Where sampling is truncated or penalised: 'warn', 'error', or 'correct' the actor's log-probs."},
+    )
+    resume_rollouts: bool = field(
+        default=True,
+        metadata={"help": "Resume with the rollouts and counts that the checkpoint holds; False: with fresh ones."},
     )
 
     def __post_init__(self) -> None:

@@ -5,16 +5,18 @@
 applied together, make a configuration that passes.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_ext.rollout.sampling import SamplingSettings, as_mapping, effective_sampling, neutral
+
 WEIGHT_SYNCS = ("merged", "adapter")
 OLD_LOGPS = ("window", "always", "rollout")
 SHARED_PROMPT: dict[str, Any] = {"auto": "auto", "true": True, "false": False}  # as a command line says it
 VLLM_DTYPES = ("float32", "bfloat16", "float16")
+SAMPLING_MISMATCHES = ("warn", "error", "correct")
 # Losses whose gradient over an optimizer window does not depend on which of its slices a row sits in.
 NEUTRAL_LOSSES = ("grpo", "dapo", "dr_grpo", "cispo", "sapo", "vespo", "luspo")
 # What the engine's own fields decide: setting them twice would let the two disagree.
@@ -43,11 +45,6 @@ Rule = Callable[[Any, int], Iterator[Problem]]
 def problems(settings: Any, processes: int) -> list[Problem]:
     """Every problem of `settings` on `processes` ranks, in the order of `RULES`."""
     return [problem for rule in RULES for problem in rule(settings, processes)]
-
-
-def as_mapping(value: Any) -> Any:
-    """A JSON object that came as text, as on a command line; anything else as it is."""
-    return json.loads(value) if isinstance(value, str) and value.strip().startswith("{") else value
 
 
 def group_size(settings: Any) -> int:
@@ -246,6 +243,33 @@ def correction_bounds(s: Any, processes: int) -> Iterator[Problem]:
         )
 
 
+# ---- sampling --------------------------------------------------------------------------------------------------------
+def sampled_as_scored(s: Any, processes: int) -> Iterator[Problem]:
+    if s.sampling_mismatch not in SAMPLING_MISMATCHES:
+        yield Problem(
+            f"sampling_mismatch={s.sampling_mismatch!r} is none of {', '.join(SAMPLING_MISMATCHES)}. Set 'warn', the default.",
+            {"sampling_mismatch": "warn"},
+        )
+        return
+    if not s.use_vllm or s.sampling_mismatch == "warn" or not isinstance(as_mapping(s.generation_kwargs) or {}, dict):
+        return
+    settings = SamplingSettings.of(effective_sampling(s))
+    named = ", ".join(f"{name}={value}" for name, value in settings.departures.items())
+    if settings.departures and s.sampling_mismatch == "error":
+        cure = ", ".join(f"{name}={value}" for name, value in neutral(settings).items())
+        yield Problem(
+            f"sampling_mismatch='error' and {named}: the engine samples from another distribution than the trainer scores, so that "
+            f"every importance ratio is biased. Set {cure or 'generation_kwargs without it'}, or sampling_mismatch='correct'.",
+            {**neutral(settings), "sampling_mismatch": "correct"},
+        )
+    elif settings.restrictions and s.sampling_mismatch == "correct" and set(settings.restrictions) != {"allowed_token_ids"}:
+        yield Problem(
+            f"sampling_mismatch='correct' cannot replay {', '.join(settings.restrictions)}: which tokens it forbids depends on the "
+            "text so far. Take it out of generation_kwargs, or set sampling_mismatch='warn'.",
+            {"sampling_mismatch": "warn"},
+        )
+
+
 # ---- log-probs -------------------------------------------------------------------------------------------------------
 def old_log_probs(s: Any, processes: int) -> Iterator[Problem]:
     if s.old_logps not in OLD_LOGPS:
@@ -328,6 +352,7 @@ RULES: tuple[Rule, ...] = (
     engine_fields,
     engine_arguments,
     correction_bounds,
+    sampled_as_scored,
     old_log_probs,
     shared_prompts,
     sizes_of_passes,

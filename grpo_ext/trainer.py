@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from grpo_ext import _trl
@@ -13,7 +14,10 @@ from grpo_ext.config import GRPOExtConfig
 from grpo_ext.consistency.callback import ProbDiffCallback
 from grpo_ext.consistency.monitor import ProbDiffMonitor
 from grpo_ext.logprobs.anchors import Anchors
+from grpo_ext.resume.checkpoint import Checkpoints
+from grpo_ext.rollout.guards import Guards
 from grpo_ext.rollout.scores import check_rollout_scores
+from grpo_ext.rollout.seeds import GenerationCount
 from grpo_ext.timing import PhaseTimes, StepTimes, timing_metrics
 
 _trl.check_trl()
@@ -32,6 +36,8 @@ class GRPOExtMixin:
         _calculate_rewards, training_step, log   phase times, and the monitor's aggregates
         _load_from_checkpoint,
         _load_best_model          the engine is told that the weights changed
+        train, _save_checkpoint,
+        _save_rng_state, _load_rng_state, _get_train_sampler   a checkpoint holds all that an exact resume needs, or is not used
 
     Settings are read from `args`, a `GRPOExtConfig` (or a class that derives from it and the other trainer's
     config). With a plain `GRPOConfig` every knob has its default.
@@ -49,10 +55,14 @@ class GRPOExtMixin:
         if isinstance(model, str) and processing_class is None:
             _check_has_tokenizer(model)
         self.phase_times, self.step_times = PhaseTimes(), StepTimes()
+        self.generations = GenerationCount()
         with _trl.engine_injected(self._build_engine):
             super().__init__(model, *args, **kwargs)
         self.monitor = ProbDiffMonitor(self.accelerator)
         self.anchors = Anchors(self)
+        parts = {"monitor": self.monitor, "anchors": self.anchors, "generations": self.generations}
+        self.checkpoints = Checkpoints(self, parts)
+        self.guards = Guards(self)
         self.add_callback(_RunEvents(self))
         self._attach_prob_diff()
 
@@ -92,6 +102,7 @@ class GRPOExtMixin:
             weight_sync=self._setting("vllm_weight_sync"),
             bucket_mb=self._setting("weight_sync_bucket_mb"),
             rollout_seed=seed,
+            generations=self.generations,
             phase_times=self.phase_times,
         )
 
@@ -107,8 +118,31 @@ class GRPOExtMixin:
         super()._load_best_model()
         self.mark_weights_changed()
 
+    # ---- checkpoints -----------------------------------------------------------------------------------------------
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        return super().train(self.checkpoints.chosen(resume_from_checkpoint), *args, **kwargs)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        self.checkpoints.begins(os.path.join(self._get_output_dir(trial=trial), folder))
+        super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        self.checkpoints.save(output_dir)
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()  # `trainer_state.json`, which the main process writes next, says that all is there
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        self.checkpoints.restore(checkpoint)
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        self.checkpoints.sampler = super()._get_train_sampler(*args, **kwargs)
+        return self.checkpoints.sampler
+
     # ---- rollouts --------------------------------------------------------------------------------------------------
     def _generate(self, prompts: list) -> tuple:
+        self.generations.begins(self._mode)
         result = super()._generate(prompts)
         self.anchors.passes.generated()
         completion_ids, logprobs = result[1], result[4]
@@ -169,7 +203,10 @@ class _RunEvents(TrainerCallback):
         # A checkpoint may have been loaded by now; DeepSpeed does it past `_load_from_checkpoint`.
         self._trainer.mark_weights_changed()
         self._trainer.anchors.train_begins()
+        self._trainer.monitor.train_begins()
+        self._trainer.guards.train_begins()
         self._trainer._attach_prob_diff()
+        self._trainer.checkpoints.train_begins()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.anchors.position.epoch_begins()
@@ -180,7 +217,8 @@ class _RunEvents(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.step_times.end(state.num_input_tokens_seen)
-        self._trainer.monitor.close(state.global_step)
+        report = self._trainer.monitor.close(state.global_step)
+        self._trainer.guards.step_ended(report.metrics if report is not None else None)
 
 
 def _check_has_tokenizer(model: str) -> None:

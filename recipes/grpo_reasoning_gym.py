@@ -14,6 +14,7 @@ Needs the extra `reasoning-gym` (`pip install 'grpo-ext[reasoning-gym]'`).
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from grpo_ext.quiet import quiet
@@ -40,6 +41,7 @@ class TaskArguments:
     task_size: int = field(default=2000, metadata={"help": "Number of problems."})
     lora_r: int = field(default=0, metadata={"help": "Rank of a LoRA adapter on all linear layers; 0 trains everything."})
     lora_alpha: int = field(default=32, metadata={"help": "LoRA alpha."})
+    resume: bool = field(default=False, metadata={"help": "Go on from output_dir's newest complete checkpoint, if it has any."})
 
 
 def problems(task: TaskArguments, tokenizer: Any, seed: int) -> tuple[Dataset, Any]:
@@ -83,7 +85,7 @@ def main() -> None:
     if config.disable_tqdm:
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(StepLines())
-    trainer.train()
+    trainer.train(resume_from_checkpoint=task.resume and any(Path(config.output_dir).glob("checkpoint-*")))
     trainer.save_model(config.output_dir)
     if trainer.accelerator.is_main_process:
         print(f"Saved {config.output_dir}", flush=True)

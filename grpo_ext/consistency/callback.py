@@ -1,6 +1,5 @@
 """ProbDiffCallback: dumps the differences of single tokens, warns when rollouts and actor part, and stops the run if asked to."""
 
-import hashlib
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,9 @@ from grpo_ext import ranks
 from grpo_ext.consistency import keys
 from grpo_ext.consistency.dump import TokenRecords, check_writable, keep_last, write_pair, write_tokens
 from grpo_ext.consistency.monitor import ObservedRows, VersionReport
-from grpo_ext.consistency.prob_diff import diff_grid, token_diff
+from grpo_ext.consistency.prob_diff import token_diff
 from grpo_ext.notices import Notices
+from grpo_ext.rollout.seeds import prompt_key
 
 logger = get_logger(__name__)  # the main process speaks for all
 
@@ -57,8 +57,6 @@ class ProbDiffCallback(TrainerCallback):
         self.automatic = automatic
         self._trainer: Any = None
         self._notices = Notices()
-        self._above_stop = 0
-        self._sick = False
 
     def bind(self, trainer: Any) -> None:
         """Take the trainer whose monitor is followed. A collective.
@@ -69,15 +67,14 @@ class ProbDiffCallback(TrainerCallback):
         if self._trainer is trainer:
             return
         self._trainer = trainer
-        trainer.monitor.keeps_rows |= self.token_level
+        if self.token_level:
+            trainer.monitor.grid_shape = (self.samples, self.tokens)
+            trainer.monitor.keeps_rows |= self.save_dir is not None
         if self.save_dir is not None:
             accelerator = trainer.accelerator
             mine = check_writable(self.save_dir, trainer.args.output_dir) if accelerator.is_main_process else None
             if fault := ranks.from_main(accelerator, mine):
                 raise ValueError(f"prob_diff_save_dir={str(self.save_dir)!r}: {fault}.")
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._above_stop, self._sick = 0, False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._trainer is None:
@@ -91,8 +88,8 @@ class ProbDiffCallback(TrainerCallback):
         if report is None:
             self._nothing_seen()
             return
-        if self.token_level:
-            self._show_tokens(report)
+        if self.save_dir is not None:
+            self._dump(self.save_dir, report)
         self._judge(report, control)
 
     def _nothing_seen(self) -> None:
@@ -104,28 +101,25 @@ class ProbDiffCallback(TrainerCallback):
                 "return 'logprobs' from rollout_func.",
             )
 
-    # ---- single tokens ---------------------------------------------------------------------------------------------
-    def _show_tokens(self, report: VersionReport) -> None:
+    # ---- dumps -----------------------------------------------------------------------------------------------------
+    def _dump(self, directory: str, report: VersionReport) -> None:
         """A collective: the rows of all ranks meet on the main process, in the order in which they were generated."""
-        monitor = self._trainer.monitor
-        parts = ranks.gathered_on_main(self._trainer.accelerator, [_arrays(rows) for rows in monitor.closed_rows])
+        rows = [_arrays(rows) for rows in self._trainer.monitor.closed_rows]
+        parts = ranks.gathered_on_main(self._trainer.accelerator, rows)
         if parts is None:
             return
         mu, pi, mask, ids, version, prompt_ids = _in_order([part for of_rank in parts for part in of_rank])
         diff = token_diff(torch.from_numpy(mu), torch.from_numpy(pi), torch.from_numpy(mask))
-        monitor.grid = diff_grid(diff, torch.from_numpy(mask), self.tokens, self.samples)
-        if self.save_dir is None:
-            return
         try:
-            write_pair(self.save_dir, report.step, diff.numpy(), mask)
+            write_pair(directory, report.step, diff.numpy(), mask)
             if self.save_tokens:
                 records = TokenRecords(ids, mu, pi, version, prompt_ids)
-                write_tokens(self.save_dir, report.step, mask, records, self._text_of)
-            keep_last(self.save_dir, self.keep_last)
+                write_tokens(directory, report.step, mask, records, self._text_of)
+            keep_last(directory, self.keep_last)
         except OSError as error:
             self._notices.once(
                 "dump",
-                f"The token differences of step {report.step} could not be written to {str(self.save_dir)!r} ({error}); training "
+                f"The token differences of step {report.step} could not be written to {str(directory)!r} ({error}); training "
                 "goes on without. Free some space there, or lower prob_diff_keep_last.",
             )
 
@@ -134,15 +128,13 @@ class ProbDiffCallback(TrainerCallback):
 
     # ---- thresholds ------------------------------------------------------------------------------------------------
     def _judge(self, report: VersionReport, control: Any) -> None:
-        mean = report.metrics.get(keys.MEAN)
-        if mean is None:
+        means = [each.metrics[keys.MEAN] for each in self._trainer.monitor.reports if keys.MEAN in each.metrics]
+        if keys.MEAN not in report.metrics:
             return
-        self._above_stop = self._above_stop + 1 if self.stop is not None and mean > self.stop else 0
-        stops = self.stop is not None and self._above_stop >= self.patience
-        sick = stops or (self.warn is not None and mean > self.warn)
-        if sick and (stops or not self._sick):
-            self._say(report, mean, stops)
-        self._sick = sick
+        stops = self.stop is not None and len(means) >= self.patience and min(means[-self.patience :]) > self.stop
+        sick = [self.warn is not None and mean > self.warn for mean in means[-2:]]
+        if stops or sick in ([True], [False, True]):
+            self._say(report, means[-1], stops)
         if stops:
             control.should_save = control.should_training_stop = True
 
@@ -165,7 +157,7 @@ Part = tuple[np.ndarray, ...]
 def _arrays(rows: ObservedRows) -> Part:
     """One slice as arrays: generation, row_id, mu, pi, mask, ids, version, prompt id."""
     n = len(rows.row_id)
-    prompts = np.array([prompt_id(ids) for ids in rows.prompts])
+    prompts = np.array([prompt_key(ids) for ids in rows.prompts])
     tensors = (rows.mu.float(), rows.pi.float(), rows.mask, rows.ids)
     arrays = [tensor.detach().cpu().numpy() for tensor in tensors]
     return (np.full(n, rows.generation), rows.row_id.cpu().numpy(), *arrays, np.full(n, rows.version), prompts)
@@ -183,8 +175,3 @@ def _in_order(parts: list[Part]) -> tuple[Any, ...]:
 
 def _widened(array: np.ndarray, width: int) -> np.ndarray:
     return np.pad(array, ((0, 0), (0, width - array.shape[1])))
-
-
-def prompt_id(ids: list[int]) -> str:
-    """Name of a prompt: the same for the same tokens, in every run. 16 hex digits of BLAKE2."""
-    return hashlib.blake2b(np.asarray(ids, dtype=np.int64).tobytes(), digest_size=8).hexdigest()

@@ -27,7 +27,8 @@ class Evidence:
     dropout: log-probs the loss would see against the same in evaluation mode; dropout_modules: where dropout sits.
     head: relative difference of the logits that both heads make of the same hidden states. tied: head and embedding are one.
     stale: parameters that differ bit by bit from what a push would write; compared: how many could be compared.
-    temperature, top_*: see SamplingSettings; fitted: temperatures at which the actor's logits come nearest to the engine's
+    corrected: whether the loss's log-probs are taken on the support that was sampled from.
+    temperature, truncation, penalties, restrictions: see SamplingSettings; fitted: temperatures at which the actor's logits come nearest to the engine's
         log-probs, and to the loss's in evaluation mode.
     """
 
@@ -54,6 +55,7 @@ class Evidence:
     restrictions: tuple[str, ...] = ()
     fitted: tuple[float, float] = (1.0, 1.0)
     temperature: float = 1.0
+    corrected: bool = False
     pushes: str = ""
 
 
@@ -144,8 +146,8 @@ def _sampling_side(e: Evidence) -> Finding | None:
     """Faults between logits and the log-probs that came back; judged against the hypothesis that nothing is wrong."""
     h, noise = e.hypotheses, max(NOISE[e.engine_dtype], NOISE[e.actor_dtype])
     plain, loss_temperature = h["plain"], e.fitted[1]
-    if e.model is not None and e.model > noise:
-        return None  # nothing that is made of the logits can be judged
+    if e.actor <= noise or (e.model is not None and e.model > noise):
+        return None  # as it should be; or nothing that is made of the logits can be judged
     if plain <= noise:
         if e.actor > noise and abs(loss_temperature / e.temperature - 1) > 0.02:
             return _temperatures(e, f"the loss's log-probs at {loss_temperature:.3g}")

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ext.plan.recipe import RecipeError, read_recipe
-from grpo_ext.rules import as_mapping
+from grpo_ext.rollout.sampling import as_mapping
 
 # Settings of a recipe that decide how engine and actor compute; what it trains on and for how long does not matter here.
 _TAKEN = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "bf16", "fp16", "model_init_kwargs",
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "sampling_mismatch", "bf16", "fp16", "model_init_kwargs",
     "disable_dropout", "cast_lm_head_to_fp32", "pad_to_multiple_of", "vllm_dtype", "vllm_engine_kwargs", "vllm_weight_sync",
     "vllm_gpu_memory_utilization", "vllm_model_impl", "vllm_max_model_length", "logps_micro_batch_size", "logps_max_tokens",
     "vllm_structured_outputs_regex",
@@ -43,10 +43,10 @@ def run_doctor(model: str, *, config: Path | None = None, lora_rank: int | None 
 
     console = Console()
     try:
-        settings = read_recipe(config).settings if config is not None else None
+        settings = _settings_of(config) if config is not None else None
         with tempfile.TemporaryDirectory() as folder:
             trainer = _build(model, settings, lora_rank, folder)
-            checks, findings = _examine(trainer, lora_rank)
+            checks, findings = examine_pair(trainer, lora_rank)
     except (RecipeError, ValueError, OSError, ImportError) as error:
         console.print(f"grpo-ext doctor: {error}", style="red", markup=False, highlight=False)
         return 1
@@ -54,6 +54,13 @@ def run_doctor(model: str, *, config: Path | None = None, lora_rank: int | None 
     for finding in findings:
         console.print(str(finding), markup=False, highlight=False)
     return 0 if all(check.passed is not False for check in checks) else 1
+
+
+def _settings_of(config: Path) -> Any:
+    recipe = read_recipe(config)
+    for problem in recipe.problems:
+        raise RecipeError(problem.text)
+    return recipe.settings
 
 
 def _build(model: str, settings: Any, lora_rank: int | None, folder: str) -> Any:
@@ -81,7 +88,7 @@ def _build(model: str, settings: Any, lora_rank: int | None, folder: str) -> Any
     return GRPOExtTrainer(model, lambda completions, **_: [0.0] * len(completions), args, rows, peft_config=adapter)
 
 
-def _examine(trainer: Any, lora_rank: int | None) -> tuple[list[Check], list[Any]]:
+def examine_pair(trainer: Any, lora_rank: int | None) -> tuple[list[Check], list[Any]]:
     """All checks, in an order in which each finds what the one before has left: a filled prefix cache, pushed weights."""
     from grpo_ext.consistency.diagnosis import diagnose
     from grpo_ext.consistency.probe import gather_evidence
@@ -146,12 +153,12 @@ def _settings(e: Any) -> list[Check]:
     return [
         Check("dtype", dtypes, "the same", e.engine_dtype == e.actor_dtype),
         # Under truncation no temperature fits, and the next line says so.
-        Check("temperature", f"engine {engine:.3g}, actor {loss:.3g}", f"{asked:g}", near if not departures else None),
+        Check("temperature", f"engine {engine:.2f}, actor {loss:.2f}", f"{asked:g}", near if not departures else None),
         Check(
             "sampling from the whole distribution",
-            f"{named}: bias {e.bias:+.3f} nats" if departures else "no truncation, no penalty",
-            "none",
-            not departures,
+            f"{named}: bias {e.bias:+.3f} nats{', corrected' * e.corrected}" if departures else "no truncation, no penalty",
+            "none, or corrected",
+            e.corrected or not departures,
         ),
         Check("dropout", f"{len(e.dropout_modules)} module(s), {e.dropout:.1e} nats", "0", e.dropout == 0.0),
     ]

@@ -15,11 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from grpo_ext.consistency import keys
+from grpo_ext.files import replacing
 
 _STEP = re.compile(r"prob_(?:diff|mask|tokens)_step_(\d+)\.(?:npy|parquet)")
 
@@ -40,8 +40,9 @@ def write_pair(directory: str | PathLike[str], step: int, diff_BT: np.ndarray, m
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     mask, diff = folder / keys.MASK_FILE.format(step=step), folder / keys.DIFF_FILE.format(step=step)
-    atomically(mask, lambda file: np.save(file, mask_BT.astype(bool), allow_pickle=False))
-    atomically(diff, lambda file: np.save(file, diff_BT.astype(np.float32), allow_pickle=False))
+    for path, array in ((mask, mask_BT.astype(bool)), (diff, diff_BT.astype(np.float32))):
+        with replacing(path) as unfinished, open(unfinished, "wb") as file:
+            np.save(file, array, allow_pickle=False)
     return [diff, mask]
 
 
@@ -72,7 +73,8 @@ def write_tokens(
         }
     )
     path = Path(directory) / keys.TOKENS_FILE.format(step=step)
-    atomically(path, lambda file: pq.write_table(table, file, compression="zstd"))
+    with replacing(path) as unfinished:
+        pq.write_table(table, unfinished, compression="zstd")
     return path
 
 
@@ -102,18 +104,3 @@ def check_writable(directory: str | PathLike[str], output_dir: str | PathLike[st
             return None
     except OSError as error:
         return f"nothing can be written there ({error.strerror or error}). Name a directory this process may write to"
-
-
-def atomically(path: Path, write: Callable[[Any], Any]) -> None:
-    """Let `write(file)` fill a temporary file beside `path`, and rename it: readers see the old file or the new, never a half."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

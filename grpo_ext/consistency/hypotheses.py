@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from grpo_ext.rollout.sampling import SamplingSettings, processed
+from grpo_ext.logprobs.support import processed
+from grpo_ext.rollout.sampling import SamplingSettings
 
 
 def hypotheses(

@@ -12,9 +12,11 @@ import torch
 
 from grpo_ext import ranks
 from grpo_ext.consistency import keys
+from grpo_ext.consistency.prob_diff import token_diff
 from grpo_ext.consistency.sums import ConsistencySums, consistency_metrics, consistency_sums
 
-HISTORY = 1000  # versions remembered
+HISTORY, REMEMBERED = 1000, 50  # versions kept, and kept over a resume
+NO_CELL = -1.0
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,13 @@ class ProbDiffMonitor:
         self._version = -1
         self._closed_step: int | None = None
         self.keeps_rows = False
-        self.generation = 0  # generation batches so far
+        self.grid_shape = (0, 0)  # rows and positions whose single tokens are logged
+        self.generation = 0  # number of the generation batch that rows come from
         self._newest: tuple[torch.Tensor, torch.Tensor] | None = None
         self._rows: list[ObservedRows] = []
         self.closed_rows: list[ObservedRows] = []  # what the last report is made of, where rows are kept
-        self.grid: dict[str, float] = {}  # single tokens to be logged
+        self._cells: torch.Tensor | None = None  # of this rank and step, NO_CELL where another rank has the token or none
+        self._grid: dict[str, float] = {}
         self.reports: deque[VersionReport] = deque(maxlen=HISTORY)
 
     def observe(self, mode: str, version: int, rows: dict[str, Any], mask: torch.Tensor, weights: torch.Tensor | None) -> None:
@@ -67,11 +71,27 @@ class ProbDiffMonitor:
             return
         self._version = max(self._version, version)
         self._newest = rows["prompt_ids"], rows["prompt_mask"]
+        self._keep_cells(rows, mu, pi, mask)
         if self.keeps_rows and "row_id" in rows:
             ids, row_id = rows["completion_ids"], rows["row_id"]
             self._rows.append(
                 ObservedRows(mu, pi, mask.bool(), ids, row_id, _unpadded(*self._newest), version, self.generation)
             )
+
+    def _keep_cells(self, rows: dict[str, Any], mu: torch.Tensor, pi: torch.Tensor, mask: torch.Tensor) -> None:
+        """Single tokens of the step's first generation batch, by their place in it over all ranks."""
+        samples, tokens = self.grid_shape
+        if not samples * tokens or "row_id" not in rows:
+            return
+        if self._cells is None:
+            self._cells = mu.new_full((samples, tokens), NO_CELL, dtype=torch.float64)
+            self._cells_of = self.generation
+        if self._cells_of != self.generation:
+            return
+        first = rows["row_id"] < samples
+        d = token_diff(mu[first, :tokens], pi[first, :tokens], mask[first, :tokens])
+        shown = mask[first, :tokens].bool() & ~d.isnan()
+        self._cells[rows["row_id"][first], : d.size(1)] = torch.where(shown, d.double(), NO_CELL)
 
     def close(self, step: int) -> VersionReport | None:
         """The report of what was observed in training since the last step; None if nothing was. A collective, once per step."""
@@ -87,7 +107,13 @@ class ProbDiffMonitor:
         if mode not in self._open:
             return False
         mine = self._open.pop(mode)
-        self._last = ConsistencySums(*ranks.reduced(self._accelerator, mine.sums, mine.maxima))
+        cells = self._cells if mode == "train" and self._cells is not None else mine.maxima.new_zeros(0, 0)
+        maxima = torch.cat([mine.maxima, cells.flatten()])  # a cell is known to one rank: the others have less
+        sums, maxima = ranks.reduced(self._accelerator, mine.sums, maxima)
+        self._last = ConsistencySums(sums, maxima[: len(mine.maxima)])
+        if mode == "train":
+            self._grid = grid_of(maxima[len(mine.maxima) :].reshape(cells.shape))
+            self._cells = None
         self._closed[mode] = self._closed[mode] + self._last if mode in self._closed else self._last
         return True
 
@@ -98,13 +124,37 @@ class ProbDiffMonitor:
             return {}
         metrics = consistency_metrics(self._closed.pop(mode))
         if mode == "train":
-            metrics |= {keys.VERSION: float(self._version)} | self.grid
-            self.grid = {}
+            metrics |= {keys.VERSION: float(self._version)} | self._grid
+            self._grid = {}
         return metrics
 
     def newest_prompts(self) -> list[list[int]]:
         """Token ids of the prompts of the rows observed last, on this rank."""
         return _unpadded(*self._newest) if self._newest is not None else []
+
+    def train_begins(self) -> None:
+        self.reports.clear()
+
+    # ---- over a resume -----------------------------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        sums = {mode: {"sums": of.sums, "maxima": of.maxima} for mode, of in self._closed.items()}
+        reports = [[report.step, report.version, report.metrics] for report in list(self.reports)[-REMEMBERED:]]
+        return {"closed": sums, "version": self._version, "grid": self._grid, "reports": reports}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._closed = {mode: ConsistencySums(**sums) for mode, sums in state["closed"].items()}
+        self._version, self._grid = state["version"], state["grid"]
+        self.reports.extend(VersionReport(*report) for report in state["reports"])
+
+
+def grid_of(cells: torch.Tensor) -> dict[str, float]:
+    """Entries of a (samples, positions) matrix, named by `keys.CELL`; NO_CELL is left out."""
+    return {
+        keys.CELL.format(sample=i, position=j): value
+        for i, row in enumerate(cells.tolist())
+        for j, value in enumerate(row)
+        if value != NO_CELL
+    }
 
 
 def _unpadded(ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:

@@ -17,7 +17,9 @@ from grpo_ext import ranks
 from grpo_ext.consistency.diagnosis import Evidence, Finding, diagnose, finding
 from grpo_ext.consistency.hypotheses import fitted_temperature, hypotheses, residual
 from grpo_ext.logprobs.dropout import active_dropout
-from grpo_ext.rollout.sampling import SamplingSettings, effective_sampling, log_kept_mass
+from grpo_ext.logprobs.support import log_kept_mass
+from grpo_ext.rollout.guards import corrected_sampling
+from grpo_ext.rollout.sampling import SamplingSettings, effective_sampling
 
 ROWS, TOKENS = 8, 48
 
@@ -115,7 +117,7 @@ def _evidence(trainer: Any, engine: Any, rows: ProbeRows) -> Evidence:
         bias=float(difference.mean()) if len(difference) else 0.0,
         probability=residual(mu.exp(), loss.exp()),
         largest=float(difference.abs().max()) if len(difference) else 0.0,
-        padding=residual(steady, actor.at(trainer.temperature)),
+        padding=residual(steady, _expected(trainer, actor)),
         hypotheses=given,
         model=None if asked is None else residual(asked, actor.at(1.0)),
         base=None if asked is None or base is None else residual(asked, base.at(1.0)),
@@ -131,8 +133,17 @@ def _evidence(trainer: Any, engine: Any, rows: ProbeRows) -> Evidence:
         restrictions=settings.restrictions,
         fitted=(fits[0], fits[1]),
         temperature=settings.temperature,
+        corrected=corrected_sampling(trainer) is not None,
         pushes=f"; {engine.pushes} push(es) so far, optimizer step {trainer.state.global_step}",
     )
+
+
+def _expected(trainer: Any, actor: "_Look") -> torch.Tensor:
+    """(N,): what the loss should see, made row by row."""
+    corrected = corrected_sampling(trainer)
+    if corrected is None:
+        return actor.at(trainer.temperature)
+    return actor.logps["truncated" if corrected.truncation else "penalised"]
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ Ranks hold slices of equal size and see the same versions, so every branch below
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -78,7 +79,8 @@ class Anchors:
         rows[ROW_ID] = torch.arange(n, device=device) + n * self.trainer.accelerator.process_index
         rows["generated_version"] = torch.tensor(self.position.version)
         self._fresh = self.trainer.model.training
-        self.trainer.monitor.generation += self._fresh
+        if self._fresh:
+            self.trainer.monitor.generation = self.trainer.generations.number("train")
         return rows
 
     # ---- before a micro-step ---------------------------------------------------------------------------------------
@@ -238,3 +240,20 @@ class Anchors:
             metrics |= {f"old_logps/rows_{name}": float(rows * ranks) for name, rows in self.counts.drain().items()}
             metrics |= self.arranger.drain()
         return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is collected between two logs. Rollouts and anchors are the trainer's slices; the position follows from the step."""
+        return {
+            "means": {mode: means.state_dict() for mode, means in self.means.items()},
+            "ratios": {mode: (stats.sums, stats.highs) for mode, stats in self.ratios.items()},
+            "counts": asdict(self.counts),
+            "followed": self._followed,
+            "tokens": self.arranger.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for mode, means in self.means.items():
+            means.load_state_dict(state["means"][mode])
+        self.ratios = {mode: RatioStats(*stats) for mode, stats in state["ratios"].items()}
+        self.counts, self._followed = RowCounts(**state["counts"]), state["followed"]
+        self.arranger.load_state_dict(state["tokens"])

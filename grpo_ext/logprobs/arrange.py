@@ -70,3 +70,9 @@ class Arranger:
         real, processed = self._real, self._processed
         self._real = self._processed = 0.0
         return {"perf/real_token_share": real / processed} if processed else {}
+
+    def state_dict(self) -> dict[str, float]:
+        return {"real": self._real, "processed": self._processed}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self._real, self._processed = state["real"], state["processed"]

@@ -18,8 +18,10 @@ from grpo_ext.batch.rollouts import MULTIMODAL_KEYS
 from grpo_ext.logprobs.neutral import trimming_obstacle
 from grpo_ext.logprobs.positions import has_absolute_positions, positions_passed
 from grpo_ext.logprobs.sharing import SharedPrompts
+from grpo_ext.logprobs.support import OnSupport
 from grpo_ext.logprobs.tree_forward import Scored
 from grpo_ext.notices import Notices
+from grpo_ext.rollout.guards import corrected_sampling
 
 
 def agree_on_maximum(accelerator: Any, value: int) -> int:
@@ -96,6 +98,7 @@ class Passes:
         self._trainer, self._notices, self.sharing = trainer, notices, sharing
         self._generating = self._omits_next = False
         self._absolute: dict[int, bool] = {}
+        self._support = corrected_sampling(trainer)
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -125,6 +128,8 @@ class Passes:
                 around.enter_context(positions_passed(model))
             if self._generating and reference:
                 around.enter_context(self._trainer.phase_times.phase("ref_logps"))
+            if self._support is not None and not reference:
+                model = OnSupport(model, self._support)
             if not is_plain(kwargs):
                 return method(model, *args, **kwargs)
             around.enter_context(self.sharing.head())

@@ -7,6 +7,7 @@ is the exact mean over all tokens that were logged together."""
 import math
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
+from typing import Any
 
 # Means over the loss-masked tokens of all ranks (TRL's `global_masked_mean`) ...
 TOKEN_MEANS = ("kl", "entropy")
@@ -59,3 +60,9 @@ class ExactMeans:
         result = {name: total / count if count else 0.0 for name, (total, count) in self._sums.items()} | self._extremes
         self._sums, self._extremes = {}, {}
         return result
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sums": dict(self._sums), "extremes": dict(self._extremes)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._sums, self._extremes = dict(state["sums"]), dict(state["extremes"])

@@ -11,6 +11,7 @@ from trl import GRPOTrainer
 from grpo_ext import _trl
 from grpo_ext.logprobs.positions import dynamic_rope_limit, is_prompt_learning
 from grpo_ext.logprobs.tree_forward import ATTENTIONS
+from grpo_ext.rollout.guards import corrected_sampling
 from grpo_ext.rules import NEUTRAL_LOSSES
 
 
@@ -90,6 +91,8 @@ def sharing_obstacle(trainer: Any) -> str | None:
         )
     if trainer.args.torch_compile:
         return "a compiled model would be compiled anew for every tree. Set torch_compile=False to have them shared."
+    if corrected_sampling(trainer) is not None:
+        return "sampling_mismatch='correct' needs the logits of rows. Sample from the whole vocabulary to have them shared."
     owner = _trl.scores_by_itself(trainer, GRPOExtMixin)
     if owner is not None:
         return f"{owner} makes log-probs by a method of its own, which expects rows. Set shared_prompt=False."

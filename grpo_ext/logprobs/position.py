@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers.trainer_utils import has_length
 
-from grpo_ext.logprobs.window import Loop, Use, ending_now, epoch_start, uses
+from grpo_ext.logprobs.window import Loop, Use, ending_now, epoch_start, updates_per_epoch, uses
 
 
 class LoopPosition:
@@ -34,6 +34,12 @@ class LoopPosition:
     def steps_now(self) -> bool:
         """Whether the micro-step about to be taken ends in an optimizer step: what the loop itself says, set before it."""
         return self._trainer.accelerator.sync_gradients
+
+    @property
+    def epochs_over(self) -> int:
+        """Epochs that are behind a run which stands between two optimizer steps; 0 on a stream."""
+        loop = self.loop
+        return self.version // updates_per_epoch(loop.epoch, loop.accumulation) if loop.epoch else 0
 
     def train_begins(self) -> None:
         self._resuming = True

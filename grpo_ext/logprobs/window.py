@@ -43,8 +43,13 @@ def epoch_start(global_step: int, loop: Loop, max_steps: int, ignore_data_skip: 
     """
     if ignore_data_skip:
         return 0
-    updates = max_steps if loop.epoch is None else max(-(-loop.epoch // loop.accumulation), 1)
+    updates = max_steps if loop.epoch is None else updates_per_epoch(loop.epoch, loop.accumulation)
     return global_step % max(updates, 1) * loop.accumulation
+
+
+def updates_per_epoch(epoch: int, accumulation: int) -> int:
+    """Optimizer steps in an epoch of so many micro-steps; the last may be a short one."""
+    return max(-(-epoch // accumulation), 1)
 
 
 def ends_window(position: int, loop: Loop) -> bool:

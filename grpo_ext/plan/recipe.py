@@ -18,7 +18,8 @@ from typing import Any
 
 import yaml
 
-from grpo_ext.rules import Problem, as_mapping
+from grpo_ext.rollout.sampling import as_mapping
+from grpo_ext.rules import Problem
 
 FIELDS = Path(__file__).with_name("fields.json")
 NEAR = 0.8  # difflib's similarity from which an unknown key is taken for a slip of the pen

@@ -12,17 +12,17 @@ import os
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from hashlib import blake2b
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list, is_peft_model
+from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 
 from grpo_ext import _trl
 from grpo_ext.rollout.adapter import adapter_payload, check_pushable_adapter
 from grpo_ext.rollout.names import CheckpointNames
 from grpo_ext.rollout.rehearse import rehearse_push
+from grpo_ext.rollout.seeds import EngineCall, GenerationCount, prompt_key, rollout_seeds
 from grpo_ext.rollout.weights import base_model, iter_weights, weight_units
 from grpo_ext.timing import PhaseTimes
 
@@ -43,6 +43,7 @@ class ColocatedEngine(VLLMGeneration):
         weight_sync: "merged" or "adapter" (see `GRPOExtConfig.vllm_weight_sync`).
         bucket_mb: MiB that one gather may take under ZeRO-3.
         rollout_seed: base of the per-rollout seeds, or None to let the engine draw.
+        generations: numbers the generation batches, for the seeds; told by the trainer where one begins.
         phase_times: where generation ("gen") and pushes ("sync_weights") are timed.
 
     Raises:
@@ -57,6 +58,7 @@ class ColocatedEngine(VLLMGeneration):
         weight_sync: str = "merged",
         bucket_mb: float = 512,
         rollout_seed: int | None = None,
+        generations: GenerationCount | None = None,
         phase_times: PhaseTimes | None = None,
         generation_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
@@ -70,7 +72,7 @@ class ColocatedEngine(VLLMGeneration):
         self.rollout_seed = rollout_seed if rollout_seed is not None else shared_seed
         self.pushes = 0
         self.sampling_params: Any = None  # of the last generation, what `generation_kwargs` asked for included
-        self._calls = 0
+        self.generations = generations or GenerationCount()
         super().__init__(*args, generation_kwargs=generation_kwargs, **kwargs)
 
     # ---- start -----------------------------------------------------------------------------------------------------
@@ -175,16 +177,13 @@ class ColocatedEngine(VLLMGeneration):
     # ---- rollouts --------------------------------------------------------------------------------------------------
     def generate(self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None) -> tuple:
         """As TRL's, with a seed of its own for every rollout where seeds are in use, and under the pushed adapter."""
-        first_row = (self.accelerator.process_index // self.tensor_parallel_size) * self.tensor_parallel_size * len(prompts)
-        call, self._calls = self._calls, self._calls + 1
-        engine_generate = self.llm.generate
+        call, engine_generate = self.generations.call(), self.llm.generate
 
         def generate(requests: list, sampling_params: Any, **kwargs: Any) -> list:
             self.sampling_params = sampling_params
             if self.rollout_seed is not None:
-                sampling_params = [
-                    _with_seed(sampling_params, row_seed(self.rollout_seed, call, first_row + i)) for i in range(len(requests))
-                ]
+                keys = [prompt_key(request["prompt_token_ids"]) for request in requests]
+                sampling_params = [_with_seed(sampling_params, seed) for seed in self._seeds(call, keys)]
             if self.pushes_adapter:
                 kwargs["lora_request"] = _lora_request()
             return engine_generate(requests, sampling_params=sampling_params, **kwargs)
@@ -195,6 +194,17 @@ class ColocatedEngine(VLLMGeneration):
                 return super().generate(prompts, images, num_generations, profiler)
         finally:
             del self.llm.generate
+
+    def _seeds(self, call: EngineCall, keys: list[str]) -> list[int]:
+        """Seeds of this engine's requests. The first call of a generation batch is made by all ranks alike, and is a collective;
+        later ones (tools) follow each rank's own rollouts, and so cannot be."""
+        assert self.rollout_seed is not None
+        engine = self.accelerator.process_index // self.tensor_parallel_size
+        if call.turn:
+            return rollout_seeds(self.rollout_seed, f"{call.mode}/{call.batch}/{call.turn}/{engine}", keys)
+        everyone = gather_object([keys])[:: self.tensor_parallel_size]  # ranks of one engine hold the same requests
+        earlier = [key for others in everyone[:engine] for key in others]
+        return rollout_seeds(self.rollout_seed, f"{call.mode}/{call.batch}", keys, earlier)
 
     # ---- questions ---------------------------------------------------------------------------------------------------
     def score(self, rows: list[list[int]]) -> list[list[float]] | None:
@@ -249,12 +259,6 @@ class ColocatedEngine(VLLMGeneration):
         own = own[:, : theirs.size(1)]
         own *= (own * theirs).sum() / (own * own).sum()
         return float((own - theirs).norm() / theirs.norm())
-
-
-def row_seed(base: int, call: int, row: int) -> int:
-    """Seed of one rollout, from the run's seed, the generation call and its row over all ranks: 63 bits of BLAKE2."""
-    digest = blake2b(f"{base}/{call}/{row}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 def check_engine_kwargs(engine_kwargs: dict[str, Any]) -> None:

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,24 @@ def environment() -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
+def start_ranks(target: str, folder: Path, *, zero3: bool, processes: int, arguments: dict[str, Any]) -> subprocess.Popen:
+    """Start `module:function(**arguments)` on every rank, output to `folder/output`. A single one needs no launcher."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("rank*.json"):
+        old.unlink()
+    (folder / "arguments.json").write_text(json.dumps(arguments))
+    launcher = launch_arguments(folder, zero3=zero3, processes=processes) if zero3 or processes > 1 else [sys.executable]
+    with open(folder / "output", "w") as output:
+        return subprocess.Popen(
+            [*launcher, __file__, target, str(folder)],
+            cwd=ROOT,
+            env=environment(),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
 def run_ranks(
     target: str, folder: Path, *, zero3: bool = True, processes: int = 2, timeout: float = 300, **arguments: Any
 ) -> list[Any]:
@@ -74,28 +94,36 @@ def run_ranks(
     Raises:
         AssertionError: with the end of the output, if a rank failed or the time was up (a hang is a failure).
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("rank*.json"):
-        old.unlink()
-    (folder / "arguments.json").write_text(json.dumps(arguments))
-    command = [*launch_arguments(folder, zero3=zero3, processes=processes), __file__, target, str(folder)]
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    process = start_ranks(target, folder, zero3=zero3, processes=processes, arguments=arguments)
     try:
-        output, _ = process.communicate(timeout=timeout)
+        process.wait(timeout)
     except subprocess.TimeoutExpired:
         kill_tree(process.pid)
-        output, _ = process.communicate()
-        raise AssertionError(f"{target} did not end within {timeout} s:\n{output[-4000:]}") from None
-    assert process.returncode == 0, f"{target} failed:\n{output[-6000:]}"
+        process.wait()
+        raise AssertionError(f"{target} did not end within {timeout} s:\n{_end_of_output(folder)}") from None
+    assert process.returncode == 0, f"{target} failed:\n{_end_of_output(folder)}"
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
+
+
+def kill_ranks(
+    target: str, folder: Path, signs: Sequence[Path], *, zero3: bool, processes: int, timeout: float = 300, **arguments: Any
+) -> None:
+    """As `run_ranks`, but all processes are killed by SIGKILL once the files `signs` are there."""
+    process = start_ranks(target, folder, zero3=zero3, processes=processes, arguments=arguments)
+    try:
+        deadline = time.monotonic() + timeout
+        while not all(sign.exists() for sign in signs):
+            assert process.poll() is None, f"{target} ended before it was killed:\n{_end_of_output(folder)}"
+            assert time.monotonic() < deadline, f"{target} gave no sign within {timeout} s:\n{_end_of_output(folder)}"
+            time.sleep(0.2)
+    finally:
+        if process.poll() is None:
+            kill_tree(process.pid)
+        process.wait()
+
+
+def _end_of_output(folder: Path) -> str:
+    return (folder / "output").read_text(errors="replace")[-6000:]
 
 
 def _main() -> None:

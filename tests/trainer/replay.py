@@ -11,7 +11,8 @@ from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from tests.tiny import config_kwargs, sums
 
 VOCAB = 98
-OWN = ("old_logps", "group_rollouts", "shared_prompt", "logps_", "ref_logps_")  # what stock TRL's configuration does not have
+# What stock TRL's configuration does not have.
+OWN = ("old_logps", "group_rollouts", "shared_prompt", "logps_", "ref_logps_", "resume_", "prob_diff", "enable_token_level")
 
 
 def rollouts(**kwargs: Any) -> RecordedRollouts:

@@ -216,3 +216,17 @@ def test_metrics_only(model, tmp_path):
     torch.testing.assert_close(
         *(torch.tensor([entry["grad_norm"] for entry in run.history]) for run in (stock, ours)), rtol=1e-5, atol=0
     )
+
+
+def test_tensorboard_shows_what_was_logged(model, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = train(
+        GRPOExtTrainer, model, tmp_path, max_steps=3, report_to="tensorboard", enable_token_level_prob_diff=True,
+    )  # fmt: skip
+    (folder,) = {path.parent for path in tmp_path.rglob("events.out.tfevents.*")}
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    for name in (keys.MEAN, keys.MAX, keys.P99, keys.KL, keys.CELL.format(sample=0, position=0)):
+        read = {event.step: event.value for event in events.Scalars(f"train/{name}")}
+        assert read == pytest.approx({entry["step"]: entry[name] for entry in run.history}, rel=1e-6), name
+        assert len(read) == 3

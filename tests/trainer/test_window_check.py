@@ -197,14 +197,14 @@ def test_a_stream_without_a_length(model, tmp_path):
 
 
 @pytest.mark.parametrize("ignore_data_skip", [False, True])
-def test_a_resume_in_the_middle_of_a_generation_batch(model, tmp_path, ignore_data_skip):
+def test_a_resume_in_the_middle_of_a_generation_batch_with_fresh_rollouts(model, tmp_path, ignore_data_skip):
     """Stopped after an update that falls into a generation batch of 3 slices: TRL generates anew, off its rhythm, and so do
-    we."""
+    we where the state is not read."""
     shape = dict(gradient_accumulation_steps=2, steps_per_generation=3, learning_rate=0.05, **SGD)
     shape |= dict(prompts=sums(12), ignore_data_skip=ignore_data_skip)
     train(GRPOExtTrainer, model, tmp_path / "first", save_strategy="steps", save_steps=1, max_steps=1, **shape)
     checkpoint = str(tmp_path / "first" / "checkpoint-1")
-    stock, ours = both(model, tmp_path, resume=checkpoint, max_steps=9, **shape)
+    stock, ours = both(model, tmp_path, resume=checkpoint, resume_rollouts=False, max_steps=9, **shape)
     assert len(ours.history) == len(stock.history) == 9
     assert worst_relative(stock, ours, "grad_norm") <= 1e-5 and weight_difference(stock, ours) <= 1e-5
     assert ours.forwards.counts["no_grad"]["rows"] < stock.forwards.counts["no_grad"]["rows"]

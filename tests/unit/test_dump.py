@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_ext.consistency.dump import TokenRecords, atomically, check_writable, keep_last, write_pair, write_tokens
+from grpo_ext.consistency.dump import TokenRecords, check_writable, keep_last, write_pair, write_tokens
 
 MASK = np.array([[True, False], [True, True]])
 
@@ -41,20 +41,6 @@ def test_only_the_last_steps_stay(tmp_path):
         "prob_diff_step_10.npy", "prob_diff_step_100.npy", "prob_diff_step_notes.npy",
         "prob_mask_step_10.npy", "prob_mask_step_100.npy",
     ]  # fmt: skip
-
-
-def test_a_failure_leaves_the_old_file_and_no_other(tmp_path):
-    path = tmp_path / "file"
-    path.write_text("old")
-
-    def fails(file):
-        file.write(b"half of the n")
-        raise OSError("no space left on device")
-
-    with pytest.raises(OSError, match="no space"):
-        atomically(path, fails)
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]
-    assert path.read_text() == "old"
 
 
 WRITER = """

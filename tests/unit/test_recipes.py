@@ -1,5 +1,7 @@
 """Every recipe's YAML is read by the parser its script uses, and every Accelerate file by Accelerate."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -51,6 +53,29 @@ def test_accelerate_yaml(path):
     else:
         stage = settings["zero_stage"]
     assert stage == 3 and settings["zero3_init_flag"] is True
+
+
+def test_what_the_slurm_script_starts_on_each_node(tmp_path):
+    """Slurm's commands and the launcher are stand-ins: the first list the nodes and run a task on each, the last says how it was called."""
+    script = RECIPES / "slurm" / "multi_node.sbatch"
+    stand_ins = {
+        "scontrol": 'printf "node-a\\nnode-b\\n"',
+        "srun": 'shift; for id in 0 1; do SLURM_NODEID=$id "$@"; done',
+        "accelerate": 'printf "%s\\n" "$*"',
+    }
+    for name, body in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_JOB_ID": "123456", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8"}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **slurm}
+    command = ["bash", str(script), "train.py", "--note", "two words"]
+    lines = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert lines == [
+        "launch --config_file recipes/accelerate/multi_node_zero3.yaml --num_machines 2 --num_processes 16 "
+        f"--machine_rank {rank} --main_process_ip node-a --main_process_port 23456 train.py --note two words"
+        for rank in (0, 1)
+    ]
+    assert (RECIPES / "accelerate" / "multi_node_zero3.yaml").exists()
 
 
 def test_the_arithmetic_task():

@@ -1,11 +1,13 @@
 """What the engine does to logits, on literal values: logits [2, 1, 0, -1, -2], whose probabilities are e^l / 11.61."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from grpo_ext.rollout.sampling import SamplingSettings, log_kept_mass, processed, truncated
+from grpo_ext.logprobs.support import log_kept_mass, processed, scored_on_support, truncated
+from grpo_ext.rollout.sampling import SamplingSettings, effective_sampling
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, -2.0]])
 
@@ -75,3 +77,40 @@ def test_settings_of_a_mapping_and_of_an_object():
 def test_defaults_depart_from_nothing():
     assert SamplingSettings().departures == {}
     assert torch.equal(processed(LOGITS, SamplingSettings()), LOGITS)
+
+
+def test_scores_are_those_of_the_engine_on_its_support():
+    """top_k=2 on both sides: .73106, and the log of the kept mass is what scoring the whole vocabulary would be off by."""
+    settings = SamplingSettings(top_k=2)
+    logps, entropy = scored_on_support(LOGITS[None], torch.tensor([[0]]), [[]], settings)
+    assert float(logps.exp()) == pytest.approx(0.73106, abs=1e-5)
+    whole = LOGITS.log_softmax(-1)[0, 0]
+    assert float(whole - logps) == pytest.approx(-0.13865, abs=1e-5)
+    assert float(entropy) == pytest.approx(-(0.73106 * math.log(0.73106) + 0.26894 * math.log(0.26894)), abs=1e-5)
+
+
+def test_a_token_that_has_left_the_support_keeps_a_probability_and_a_gradient():
+    logits = LOGITS[None].clone().requires_grad_()
+    logps, entropy = scored_on_support(logits, torch.tensor([[4]]), [[]], SamplingSettings(top_k=1))
+    assert float(logps.detach().exp()) == pytest.approx(
+        math.exp(-4) / (1 + math.exp(-4)), abs=1e-6
+    )  # against the likeliest alone
+    (logps + entropy).sum().backward()
+    assert torch.isfinite(logits.grad).all()
+    assert logits.grad[0, 0, 1] == 0.0
+
+
+def test_neutral_settings_score_the_whole_vocabulary():
+    torch.manual_seed(0)
+    logits, ids = torch.randn(2, 5, 7), torch.randint(0, 7, (2, 5))
+    logps, entropy = scored_on_support(logits, ids, [[1], [2]], SamplingSettings(temperature=0.7))
+    expected = (logits / 0.7).log_softmax(-1)
+    torch.testing.assert_close(logps, expected.gather(-1, ids[..., None]).squeeze(-1))
+    torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1))
+
+
+def test_generation_kwargs_win_as_in_the_engine():
+    args = SimpleNamespace(
+        temperature=1.0, top_p=0.9, top_k=0, min_p=None, repetition_penalty=1.0, generation_kwargs='{"top_p": 1.0, "top_k": 7}'
+    )
+    assert SamplingSettings.of(effective_sampling(args)).departures == {"top_k": 7}

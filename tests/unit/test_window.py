@@ -14,6 +14,7 @@ from grpo_ext.logprobs.window import (
     portions,
     rows_now,
     too_old,
+    updates_per_epoch,
     uses,
 )
 
@@ -21,6 +22,10 @@ from grpo_ext.logprobs.window import (
 def updates(loop, epochs):
     """Micro-steps of a whole run that end in an optimizer step."""
     return [e * loop.epoch + p for e in range(epochs) for p in range(loop.epoch) if ends_window(p, loop)]
+
+
+def test_updates_of_an_epoch_count_its_short_last_window():
+    assert [updates_per_epoch(epoch, 4) for epoch in (1, 4, 5, 8)] == [1, 1, 2, 2]
 
 
 def test_windows_across_an_epochs_end():

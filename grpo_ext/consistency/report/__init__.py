@@ -2,11 +2,10 @@
 
 import importlib
 import logging
-import os
-from contextlib import suppress
 from pathlib import Path
 
 from grpo_ext.consistency.report.read import DumpError, Problems, find_steps
+from grpo_ext.files import replacing
 
 __all__ = ["DumpError", "write_report"]
 
@@ -50,14 +49,9 @@ def _need(*libraries: str) -> None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Under a temporary name first, so that there is the old file or the new one, and never half a file."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(content)
-        temporary.replace(path)
+        with replacing(path) as unfinished:
+            unfinished.write_bytes(content)
     except OSError as error:
         raise DumpError(f"cannot write {path}: {error.strerror or error}") from None
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)

@@ -1,0 +1,93 @@
+"""What watching the rollouts costs: steps of the demo with the monitor on and off in turns, in one run, everything on but dumps.
+
+    accelerate launch --config_file recipes/accelerate/cpu_zero3.yaml benchmarks/monitor.py
+
+Two numbers: the time spent in the monitor and the callback as a share of the steps they were on for, and the ratio of the median
+step, on / off. The first is exact; the second is what the first should come to, within the noise of the machine."""
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
+
+from grpo_ext.quiet import quiet
+
+quiet()
+
+from arithmetic_task import exact_match, sums, warm_up
+from datasets import Dataset
+from transformers import PrinterCallback, TrainerCallback
+from trl import TrlParser
+
+from grpo_ext import GRPOExtConfig, GRPOExtTrainer
+
+STEPS, WARM = 200, 20
+
+
+class InTurns(TrainerCallback):
+    """Switches the monitor on for every other step, and keeps each step's wall time and the monitor's own part of it."""
+
+    def __init__(self, trainer: Any):
+        self.trainer, self.own, self.steps = trainer, 0.0, {True: [], False: []}
+        self.observe = self._timed(trainer.monitor, "observe")
+        self._timed(trainer.monitor, "close")
+        self._timed(trainer.monitor, "drain")
+
+    def _timed(self, owner: Any, name: str) -> Any:
+        method = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.own += time.perf_counter() - start
+
+        setattr(owner, name, timed)
+        return timed
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.on = state.global_step % 2 == 0
+        self.trainer.monitor.observe = self.observe if self.on else lambda *args, **kwargs: None
+        self.start, self.own = time.perf_counter(), 0.0
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step > WARM and hasattr(self, "start"):
+            self.steps[self.on].append((time.perf_counter() - self.start, self.own))
+
+
+def main() -> None:
+    out = ROOT / "outputs" / "monitor"
+    sys.argv += ["--config", str(ROOT / "recipes/grpo_arithmetic.yaml"), "--output_dir", str(out), "--max_steps", str(STEPS)]
+    (config,) = TrlParser((GRPOExtConfig,)).parse_args_and_config()
+    config.enable_token_level_prob_diff = True
+    with config.distributed_state.main_process_first():
+        if config.distributed_state.is_main_process:
+            warm_up(out / "start", 20)
+    trainer = GRPOExtTrainer(str(out / "start"), exact_match, config, Dataset.from_list(sums()[0]))
+    trainer.remove_callback(PrinterCallback)
+    turns = InTurns(trainer)
+    trainer.add_callback(turns)
+    trainer.train()
+    if not config.distributed_state.is_main_process:
+        return
+    on, off = turns.steps[True], turns.steps[False]
+    result = {
+        "steps": {"on": len(on), "off": len(off)},
+        "monitor_ms_per_step": 1e3 * sum(own for _, own in on) / len(on),
+        "step_ms": 1e3 * statistics.median(wall for wall, _ in on),
+        "share": sum(own for _, own in on) / sum(wall for wall, _ in on),
+        "median_step_on_over_off": statistics.median(w for w, _ in on) / statistics.median(w for w, _ in off),
+        "ranks": config.distributed_state.num_processes,
+    }
+    print(json.dumps(result, indent=1))
+    (ROOT / "benchmarks/results/monitor.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
