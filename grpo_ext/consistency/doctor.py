@@ -5,6 +5,7 @@ probe that explains a crossed threshold (`grpo_ext.consistency.probe`). Prompts 
 what only shows on several ranks (a gather under ZeRO-3, a tensor-parallel engine) is not looked at.
 """
 
+import os
 import random
 import tempfile
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ _TAKEN = (
     "vllm_gpu_memory_utilization", "vllm_model_impl", "vllm_max_model_length", "logps_micro_batch_size", "logps_max_tokens",
     "vllm_structured_outputs_regex",
 )  # fmt: skip
+# What a launcher may have left in the environment: this is one process of its own.
+_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_DEEPSPEED")
 _NEW_TOKENS, _LONG_PROMPT = 32, 288  # a long prompt fills more than one block of the engine's prefix cache (CPU: 128 tokens)
 
 
@@ -39,6 +42,8 @@ def run_doctor(model: str, *, config: Path | None = None, lora_rank: int | None 
     from grpo_ext.quiet import quiet
 
     quiet()
+    for name in _LAUNCHED:
+        os.environ.pop(name, None)
     from rich.console import Console
 
     console = Console()

@@ -9,6 +9,7 @@ from peft import LoraConfig
 
 from grpo_ext import _trl
 from grpo_ext.consistency.doctor import examine_pair
+from tests.engine.conftest import let_go, make_trainer
 
 pytestmark = pytest.mark.engine
 
@@ -60,8 +61,16 @@ def test_a_model_that_is_not_there(tmp_path):
     assert "nothing" in result.stdout
 
 
+def test_an_adapter_push_is_checked_as_such(train):
+    lora = LoraConfig(r=4, target_modules="all-linear")
+    trainer = train(start=False, peft_config=lora, vllm_weight_sync="adapter", max_completion_length=32)
+    checks, findings = examine_pair(trainer, 4)
+    assert (failed(checks), findings) == (set(), [])
+    assert [check.passed for check in checks if "base model" in check.name] == [None]
+
+
 def prefix_cache_kept(trainer, monkeypatch):
-    trainer.vllm_generation.llm.reset_prefix_cache = lambda: True
+    monkeypatch.setattr(trainer.vllm_generation.llm, "reset_prefix_cache", lambda: True)
 
 
 def head_left_alone(trainer, monkeypatch):
@@ -69,38 +78,42 @@ def head_left_alone(trainer, monkeypatch):
 
 
 def nothing_pushed(trainer, monkeypatch):
-    trainer.vllm_generation.sync_weights = lambda: None
+    monkeypatch.setattr(trainer.vllm_generation, "sync_weights", lambda: None)
 
 
-def nothing(trainer, monkeypatch):
-    pass
+def dropout(trainer, monkeypatch):
+    for layer in trainer.model.model.layers:
+        monkeypatch.setattr(layer.self_attn, "attention_dropout", 0.2)
+
+
+@pytest.fixture(scope="module")
+def long(models, tmp_path_factory):
+    made = [
+        make_trainer(
+            models, tmp_path_factory.mktemp("long"), model_config={"max_position_embeddings": 1024}, max_completion_length=32,
+            generation_kwargs={"ignore_eos": True},
+        )
+    ]  # fmt: skip
+    yield made[0]
+    let_go(made)
 
 
 @pytest.mark.parametrize(
-    ("plant", "config", "caught"),
+    ("plant", "caught"),
     [
-        (prefix_cache_kept, {}, {"prefix cache dropped by a push (long prompts again)"}),
-        (head_left_alone, {}, {"tied head rebuilt by the push"}),
-        (nothing_pushed, {}, {"after a change of the weights and a push"}),
-        (nothing, {"vllm_dtype": "bfloat16"}, {"dtype"}),
-        (nothing, {"model_config": {"attention_dropout": 0.2}}, {"dropout"}),
+        (prefix_cache_kept, "prefix cache dropped by a push (long prompts again)"),
+        (head_left_alone, "tied head rebuilt by the push"),
+        (nothing_pushed, "after a change of the weights and a push"),
+        (dropout, "dropout"),
     ],
-    ids=["prefix cache", "tied head", "no push", "dtype", "dropout"],
+    ids=["prefix cache", "tied head", "no push", "dropout"],
 )
-def test_a_fault_fails_its_check(train, monkeypatch, plant, config, caught):
-    model_config = {"max_position_embeddings": 1024, **config.pop("model_config", {})}
-    trainer = train(
-        start=False, model_config=model_config, max_completion_length=32, generation_kwargs={"ignore_eos": True}, **config
-    )
-    plant(trainer, monkeypatch)
-    checks, findings = examine_pair(trainer, None)
-    assert caught <= failed(checks)
+def test_a_fault_fails_its_check(long, monkeypatch, plant, caught):
+    long.mark_weights_changed()
+    with monkeypatch.context() as planted:
+        plant(long, planted)
+        checks, findings = examine_pair(long, None)
+    assert caught in failed(checks)
     assert findings or plant is prefix_cache_kept
-
-
-def test_an_adapter_push_is_checked_as_such(train):
-    lora = LoraConfig(r=4, target_modules="all-linear")
-    trainer = train(start=False, peft_config=lora, vllm_weight_sync="adapter", max_completion_length=32)
-    checks, findings = examine_pair(trainer, 4)
-    assert (failed(checks), findings) == (set(), [])
-    assert [check.passed for check in checks if "base model" in check.name] == [None]
+    long.mark_weights_changed()
+    assert failed(examine_pair(long, None)[0]) == set()
