@@ -340,7 +340,7 @@ def line(result: dict[str, Any]) -> str:
 
 
 def plot_shapes(results: list[dict[str, Any]], path: Path) -> None:
-    """The ratio over the prompt length, a line for each group size, the cost model's prediction dashed."""
+    """The ratio over the prompt length: what was measured, and what the cost model predicts for each group size."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -348,15 +348,15 @@ def plot_shapes(results: list[dict[str, Any]], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 4))
     for group, colour in zip(GROUPS, ("#4878a8", "#c44e52", "#55a868"), strict=True):
-        shown = sorted((shape_of(r["case"])[2], r) for r in results if shape_of(r["case"])[1:4:2] == (group, CAP))
-        if shown:
-            prompts = [prompt for prompt, _ in shown]
-            axes.plot(prompts, [r["cpu_ratio"] for _, r in shown], "o-", color=colour, label=f"{group} rollouts to a prompt")
-            axes.plot(prompts, [r["predicted"] for _, r in shown], "--", color=colour, linewidth=1)
+        shown = {shape_of(r["case"])[2]: r["cpu_ratio"] for r in results if shape_of(r["case"])[1:4:2] == (group, CAP)}
+        foreseen = [predicted_ratio(f"tail-8/8/1-p{prompt}-g{group}") for prompt in PROMPTS]
+        axes.plot(PROMPTS, foreseen, "--", color=colour, linewidth=1)
+        axes.plot(shown.keys(), shown.values(), "o", color=colour, label=f"{group} rollouts to a prompt")
     axes.set_xscale("log", base=2)
+    axes.set_xticks(PROMPTS, [str(prompt) for prompt in PROMPTS])
     axes.set_ylim(bottom=0)
     axes.set_xlabel("prompt, tokens")
-    axes.set_ylabel("time without generation, grpo_ext / TRL 1.16")
+    axes.set_ylabel("CPU time without generation, grpo_ext / TRL 1.16")
     axes.plot([], [], "--", color="#555555", linewidth=1, label="predicted")
     axes.legend(frameon=False)
     for side in ("top", "right"):
