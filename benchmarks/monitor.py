@@ -1,4 +1,4 @@
-"""What watching the rollouts costs: steps of the demo with the monitor on and off in turns, in one run, everything on but dumps.
+"""What watching a run costs: steps of the demo with the monitor on and off in turns, in one run, everything on but dumps; and timers.
 
     accelerate launch --config_file recipes/accelerate/cpu_zero3.yaml benchmarks/monitor.py
 
@@ -9,6 +9,7 @@ import json
 import statistics
 import sys
 import time
+import timeit
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from transformers import PrinterCallback, TrainerCallback
 from trl import TrlParser
 
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
+from grpo_ext.timing import PhaseTimes
 
 STEPS, WARM = 200, 20
 
@@ -37,6 +39,14 @@ class InTurns(TrainerCallback):
         self.observe = self._timed(trainer.monitor, "observe")
         self._timed(trainer.monitor, "close")
         self._timed(trainer.monitor, "drain")
+
+        self.timers, phase = 0, trainer.phase_times.phase
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.timers += 1
+            return phase(*args, **kwargs)
+
+        trainer.phase_times.phase = counted
 
     def _timed(self, owner: Any, name: str) -> Any:
         method = getattr(owner, name)
@@ -61,6 +71,17 @@ class InTurns(TrainerCallback):
             self.steps[self.on].append((time.perf_counter() - self.start, self.own))
 
 
+def cost_of_a_timer() -> float:
+    """Seconds that one phase takes by itself."""
+    times = PhaseTimes()
+
+    def phase() -> None:
+        with times.phase("gen"):
+            pass
+
+    return min(timeit.repeat(phase, number=1000)) / 1000
+
+
 def main() -> None:
     out = ROOT / "outputs" / "monitor"
     sys.argv += ["--config", str(ROOT / "recipes/grpo_arithmetic.yaml"), "--output_dir", str(out), "--max_steps", str(STEPS)]
@@ -83,6 +104,8 @@ def main() -> None:
         "step_ms": 1e3 * statistics.median(wall for wall, _ in on),
         "share": sum(own for _, own in on) / sum(wall for wall, _ in on),
         "median_step_on_over_off": statistics.median(w for w, _ in on) / statistics.median(w for w, _ in off),
+        "timers_per_step": turns.timers / STEPS,
+        "timers_share": turns.timers / STEPS * cost_of_a_timer() / statistics.median(wall for wall, _ in on),
         "ranks": config.distributed_state.num_processes,
     }
     print(json.dumps(result, indent=1))
