@@ -87,6 +87,31 @@ def llm_injected(build: Callable[..., Any]) -> Iterator[None]:
         vllm_generation.LLM = original
 
 
+@contextmanager
+def reference_loaded(trainer: Any, config: Any) -> Iterator[None]:
+    """Let `GRPOTrainer.__init__` make its reference as for `beta > 0`, while `config.beta` is 0 and the loss has no KL term.
+
+    For a full model it loads and prepares one (ZeRO-3 alike); of a PEFT model it copies a ready adapter. Without it there is none.
+    It can go when TRL loads a reference on request.
+    """
+    beta, config.beta = config.beta, 1.0
+    try:
+        yield
+    finally:
+        config.beta = beta
+    trainer.beta = beta
+
+
+def add_reward(trainer: Any, function: Callable[..., list[float]], name: str) -> None:
+    """One more reward function, of weight 1, as TRL adds those of environments; the caller's list stays as it is."""
+    import torch
+
+    trainer.reward_funcs = [*trainer.reward_funcs, function]
+    trainer.reward_func_names = [*trainer.reward_func_names, name]
+    trainer.reward_processing_classes = [*trainer.reward_processing_classes, None]
+    trainer.reward_weights = torch.cat([trainer.reward_weights, torch.ones(1)])
+
+
 def is_reference_pass(model: Any) -> bool:
     """Whether TRL has turned a PEFT actor into its reference for the moment: adapters off, or the copy named "ref" active.
 

@@ -72,6 +72,18 @@ class GRPOExtConfig(GRPOConfig):
         logps_max_tokens (`int`, *optional*):
             Tokens, padding included, per forward without gradient, of actor and reference; a hard cap, except that a
             longer row runs alone. Unset: no cap.
+        kl_in_reward (`bool`, defaults to `False`):
+            Subtract the KL divergence from the reference from the reward of each completion, before the group is normalised.
+            Takes the place of `beta`, which puts it into the loss and must be 0.
+        kl_in_reward_coef (`float`, defaults to `0.001`):
+            Reward per nat of a completion's KL, the sum over its tokens; where there is a target, the value to start from.
+        kl_in_reward_target (`float`, *optional*):
+            KL of a completion, in nats, that the coefficient is moved towards. Unset: the coefficient stays.
+        kl_in_reward_horizon (`int`, defaults to `10000`):
+            Rollouts in which the coefficient moves by up to a fifth of itself, towards `kl_in_reward_target`.
+        debug_batch (`bool`, defaults to `False`):
+            Print, before the first loss, a table of the tensors it is given and the first row with its loss mask, on the main
+            process of every node.
         enable_token_level_prob_diff (`bool`, defaults to `False`):
             Log |p_rollout - p_actor| of the first tokens of the first rollouts, and dump that of every token to
             `prob_diff_save_dir`. The aggregates are logged in any case.
@@ -142,6 +154,22 @@ class GRPOExtConfig(GRPOConfig):
     )
     logps_max_tokens: int | None = field(
         default=None, metadata={"help": "Tokens, padding included, per forward without gradient: a hard cap."}
+    )
+
+    kl_in_reward: bool = field(
+        default=False, metadata={"help": "Subtract the KL from the reference from the reward, in the place of beta."}
+    )
+    kl_in_reward_coef: float = field(
+        default=0.001, metadata={"help": "Reward per nat of a completion's KL; the start where there is a target."}
+    )
+    kl_in_reward_target: float | None = field(
+        default=None, metadata={"help": "KL of a completion in nats that the coefficient moves towards; unset: it stays."}
+    )
+    kl_in_reward_horizon: int = field(
+        default=10_000, metadata={"help": "Rollouts in which the coefficient moves by up to a fifth of itself."}
+    )
+    debug_batch: bool = field(
+        default=False, metadata={"help": "Print the tensors of the first loss and its first row, once on every node."}
     )
 
     enable_token_level_prob_diff: bool = field(

@@ -315,6 +315,53 @@ def sizes_of_passes(s: Any, processes: int) -> Iterator[Problem]:
             )
 
 
+# ---- rewards ---------------------------------------------------------------------------------------------------------
+def kl_in_the_reward(s: Any, processes: int) -> Iterator[Problem]:
+    if not s.kl_in_reward:
+        return
+    if s.beta:
+        yield Problem(
+            f"kl_in_reward=True and beta={s.beta}: the KL from the reference would count twice, once in the reward and once in the "
+            "loss. Set beta=0.0, or kl_in_reward=False.",
+            {"beta": 0.0},
+        )
+    if s.multi_objective_aggregation == "normalize_then_sum":
+        yield Problem(
+            "kl_in_reward=True with multi_objective_aggregation='normalize_then_sum': each reward is divided by its own standard "
+            "deviation, and the KL's coefficient with it. Set multi_objective_aggregation='sum_then_normalize'.",
+            {"multi_objective_aggregation": "sum_then_normalize"},
+        )
+    if not s.kl_in_reward_coef > 0:
+        yield Problem(
+            f"kl_in_reward_coef={s.kl_in_reward_coef}: a KL that costs nothing holds nothing back. Set 0.001 or more, or "
+            "kl_in_reward=False.",
+            {"kl_in_reward_coef": 0.001},
+        )
+    if s.kl_in_reward_target is None:
+        return
+    if not s.kl_in_reward_target > 0:
+        yield Problem(
+            f"kl_in_reward_target={s.kl_in_reward_target}: the actor starts at a KL of 0 and cannot come below. Set 6.0, or as many "
+            "nats as a completion may be away, or leave it unset for a fixed coefficient.",
+            {"kl_in_reward_target": 6.0},
+        )
+    rollouts = rollouts_of_a_generation(s, processes)
+    if s.kl_in_reward_horizon * 5 <= rollouts:
+        works = max(10_000, rollouts)
+        yield Problem(
+            f"kl_in_reward_horizon={s.kl_in_reward_horizon}: a generation of {rollouts} rollouts moves the coefficient by up to "
+            f"0.2 x {rollouts} / horizon of itself, which takes it to 0 or below. Set kl_in_reward_horizon={works}.",
+            {"kl_in_reward_horizon": works},
+        )
+
+
+def rollouts_of_a_generation(s: Any, processes: int) -> int:
+    if s.generation_batch_size is not None:
+        return s.generation_batch_size
+    steps = s.steps_per_generation if s.steps_per_generation is not None else s.gradient_accumulation_steps
+    return s.per_device_train_batch_size * processes * steps
+
+
 # ---- consistency -----------------------------------------------------------------------------------------------------
 def prob_diff_counts(s: Any, processes: int) -> Iterator[Problem]:
     for name, (least, default) in _PROB_DIFF_COUNTS.items():
@@ -356,6 +403,7 @@ RULES: tuple[Rule, ...] = (
     old_log_probs,
     shared_prompts,
     sizes_of_passes,
+    kl_in_the_reward,
     prob_diff_counts,
     prob_diff_thresholds,
 )

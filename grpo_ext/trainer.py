@@ -1,6 +1,7 @@
 """GRPOExtMixin and GRPOExtTrainer: what is added to TRL's GRPOTrainer, each override being `super()` plus one call."""
 
 import os
+from contextlib import ExitStack
 from dataclasses import fields
 from typing import Any
 
@@ -14,8 +15,11 @@ from grpo_ext.clock import Clock
 from grpo_ext.config import GRPOExtConfig
 from grpo_ext.consistency.callback import ProbDiffCallback
 from grpo_ext.consistency.monitor import ProbDiffMonitor
+from grpo_ext.console import BatchLook
 from grpo_ext.logprobs.anchors import Anchors
 from grpo_ext.resume.checkpoint import Checkpoints
+from grpo_ext.rewards.odd_rows import OddRows
+from grpo_ext.rewards.penalty import KLInReward
 from grpo_ext.rollout.guards import Guards
 from grpo_ext.rollout.scores import check_rollout_scores
 from grpo_ext.rollout.seeds import GenerationCount
@@ -29,11 +33,13 @@ class GRPOExtMixin:
     Overrides, and what each adds:
         __init__                  checks first; a `ColocatedEngine` where TRL would start its own
         _generate                 the engine's log-probs are held against its tokens, unscored ones counted
+        _generate_single_turn     a token stands in for an empty completion
         _generate_and_score_completions   neither old log-probs nor the engine's ratio are computed there any more ...
         _prepare_inputs           ... but here, when an optimizer step is about to make them too late; rows grouped and trimmed
         compute_loss              ... or taken from the loss's own forward, free
         _get_per_token_logps_and_entropies   micro-batches of like length where no gradient is needed
-        _calculate_rewards, training_step, evaluate, log   phase times, and the monitor's aggregates
+        _calculate_rewards        rewards that cannot be used are taken out before a group's statistics are made of them
+        training_step, evaluate, log   phase times, and the monitor's aggregates
         _load_from_checkpoint,
         _load_best_model          the engine is told that the weights changed
         train, _save_checkpoint,
@@ -57,13 +63,22 @@ class GRPOExtMixin:
         self.clock = Clock(self)
         self.phase_times = self.clock.phases
         self.generations = GenerationCount()
-        with _trl.engine_injected(self._build_engine):
+        with ExitStack() as around:
+            around.enter_context(_trl.engine_injected(self._build_engine))
+            if self._setting("kl_in_reward"):
+                around.enter_context(_trl.reference_loaded(self, config))
             super().__init__(model, *args, **kwargs)
+        self.odd_rows = OddRows(self)
+        self.kl_in_reward = KLInReward(self) if self._setting("kl_in_reward") else None
         self.monitor = ProbDiffMonitor(self.accelerator)
         self.anchors = Anchors(self)
         parts = {"monitor": self.monitor, "anchors": self.anchors, "generations": self.generations}
+        if self.kl_in_reward is not None:
+            parts["kl_in_reward"] = self.kl_in_reward
         self.checkpoints = Checkpoints(self, parts)
         self.guards = Guards(self)
+        looks = self._setting("debug_batch") and self.accelerator.is_local_main_process
+        self.batch_look = BatchLook(looks, self._tokenizer.decode)
         self.add_callback(_RunEvents(self))
         self._attach_prob_diff()
 
@@ -145,19 +160,24 @@ class GRPOExtMixin:
     # ---- rollouts --------------------------------------------------------------------------------------------------
     def _generate(self, prompts: list) -> tuple:
         self.generations.begins(self._mode)
+        self.odd_rows.begins()
         with self.clock.generation(len(prompts)):
             result = super()._generate(prompts)
-        self.anchors.passes.generated()
-        completion_ids, logprobs = result[1], result[4]
+        result = self.odd_rows.hidden(result)
+        completion_ids, tool_mask, logprobs = result[1], result[2], result[4]
+        self.anchors.passes.generated(tool_mask, logprobs)
         if logprobs is not None:
             scores = check_rollout_scores(completion_ids, logprobs)
             self._metrics[self._mode]["sampling/unscored_tokens"].append(float(scores.unscored))
         return result
 
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple:
+        return self.odd_rows.first_turn(*super()._generate_single_turn(*args, **kwargs))
+
     def _generate_and_score_completions(self, inputs: list) -> dict[str, Any]:
         with self.anchors.passes.generating():
             rows = super()._generate_and_score_completions(inputs)
-        return self.anchors.received(rows)
+        return self.odd_rows.received(self.anchors.received(rows))
 
     # ---- old log-probs: taken when due, or free --------------------------------------------------------------------
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
@@ -167,7 +187,7 @@ class GRPOExtMixin:
         return self.anchors.passes.score(super()._get_per_token_logps_and_entropies, model, *args, **kwargs)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self.anchors.of_loss(model, inputs):
+        with self.anchors.of_loss(model, self.batch_look(inputs)):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     # ---- times and logs --------------------------------------------------------------------------------------------
@@ -177,7 +197,7 @@ class GRPOExtMixin:
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self.phase_times.phase("reward"):
-            return super()._calculate_rewards(*args, **kwargs)
+            return self.odd_rows.judged(super()._calculate_rewards(*args, **kwargs))
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self.clock.micro_step():

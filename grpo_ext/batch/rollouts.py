@@ -45,6 +45,14 @@ def loss_mask(rows: Rows) -> torch.Tensor:
     return mask * rows["tool_mask"] if rows.get("tool_mask") is not None else mask
 
 
+def per_token(rows: Sequence[Sequence[float | None]], width: int, fill: float) -> torch.Tensor:
+    """(B, `width`) float32: one value for each completion token, `fill` after the last, NaN for None."""
+    result = torch.full((len(rows), width), fill)
+    for number, values in enumerate(rows):
+        result[number, : len(values)] = torch.tensor([torch.nan if value is None else value for value in values])
+    return result
+
+
 def span(key: str, value: Any, rows: Rows) -> Span:
     """What a value of a text batch runs over.
 

@@ -11,6 +11,7 @@ tensors, so that it survives wherever the slice does:
     old_per_token_logps       (B, T)  the anchor, once it is there, and with it
     anchor_version            ()      ... the version it belongs to
     importance_sampling_ratio (B, T) or (B, 1)  ... the engine correction
+    generation_logps          (B, T)  log-probs that the KL in the reward computed at generation, until they become the anchor
     due_logps, due_rows       (B, T), ()  what `old_logps_budget` has computed of it so far
 
 Ranks hold slices of equal size and see the same versions, so every branch below is taken by all of them alike.
@@ -27,7 +28,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from grpo_ext.batch.padding import stack
 from grpo_ext.batch.rollouts import FORWARD_KEYS, ROW_ID, Rows, is_multimodal, loss_mask, n_rows, take
 from grpo_ext.logprobs.arrange import Arranger
-from grpo_ext.logprobs.forward import Passes
+from grpo_ext.logprobs.forward import Passes, scoring_wrapped
 from grpo_ext.logprobs.metrics import ExactMeans
 from grpo_ext.logprobs.position import LoopPosition
 from grpo_ext.logprobs.ratio import RatioStats, engine_ratio, ratio_metrics, ratio_stats
@@ -36,6 +37,7 @@ from grpo_ext.logprobs.window import RowCounts, Use, due, portions, rows_now, to
 from grpo_ext.notices import Notices
 
 OLD, RATIO, MU = "old_per_token_logps", "importance_sampling_ratio", "sampling_per_token_logps"
+GIVEN = "generation_logps"
 
 
 class Anchors:
@@ -79,7 +81,12 @@ class Anchors:
         rows[ROW_ID] = torch.arange(n, device=device) + n * self.trainer.accelerator.process_index
         rows["generated_version"] = torch.tensor(self.position.version)
         self._fresh = self.trainer.model.training
+        actor = self.passes.scored().actor
+        if self.trainer.kl_in_reward is not None:
+            rows.pop("ref_per_token_logps", None)  # the loss has no KL term
         if self._fresh:
+            if actor is not None:
+                rows[GIVEN] = actor
             self.trainer.monitor.generation = self.trainer.generations.number("train")
         return rows
 
@@ -93,7 +100,9 @@ class Anchors:
             self._fresh = False
             trainer._buffered_inputs = self.arranger.arrange(trainer._buffered_inputs, position.remaining())
             current = trainer._buffered_inputs[trainer._step % trainer.args.steps_per_generation]
-            if self.mode == "always":
+            if GIVEN in current:
+                self._take_given(trainer._buffered_inputs)
+            elif self.mode == "always":
                 self._compute([(i, 0, n_rows(rows)) for i, rows in enumerate(trainer._buffered_inputs)])
         if OLD in current and too_old(int(current["anchor_version"]), position.version, self.max_age):
             del current[OLD]
@@ -142,6 +151,12 @@ class Anchors:
                 if stop == n_rows(rows):
                     self._anchor(rows, rows["due_logps"])
 
+    def _take_given(self, slices: Sequence[Rows]) -> None:
+        """Log-probs that were computed at generation are the anchors."""
+        for rows in slices:
+            self.counts.recomputed += n_rows(rows)
+            self._anchor(rows, rows.pop(GIVEN))
+
     def _forward(self, parts: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:
         trainer, slices = self.trainer, self.trainer._buffered_inputs
         with torch.no_grad(), disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs):
@@ -171,30 +186,28 @@ class Anchors:
         method is wrapped on the instance, which leaves a user's override of it, or of `_compute_loss`, as it is.
         """
         trainer, mode = self.trainer, self.trainer._mode
-        score = trainer._get_per_token_logps_and_entropies
-        outer = trainer.__dict__.get("_get_per_token_logps_and_entropies")
 
-        def hand_over(scored: Any, *args: Any, **kwargs: Any) -> Any:
-            result = score(scored, *args, **kwargs)
-            fits = result[0] is not None and result[0].shape == rows["completion_ids"].shape
-            if scored is model and fits and OLD not in rows:
-                self._anchor_free(rows, result[0].detach())
-            return result
+        def handing_over(score: Any) -> Any:
+            def hand_over(scored: Any, *args: Any, **kwargs: Any) -> Any:
+                result = score(scored, *args, **kwargs)
+                fits = result[0] is not None and result[0].shape == rows["completion_ids"].shape
+                if scored is model and fits and OLD not in rows:
+                    self._anchor_free(rows, result[0].detach())
+                return result
+
+            return hand_over
 
         if mode == "train":
             trainer.clock.trains_on(rows)
-        trainer._get_per_token_logps_and_entropies = hand_over
         rows["used"] = torch.tensor(True)
         if "loss_tokens" not in rows:  # rows from elsewhere
             self.arranger.count_tokens([rows])
         rows_everywhere = n_rows(rows) * trainer.accelerator.num_processes
-        try:
-            with self.means[mode].collecting(trainer._metrics[mode], float(rows["loss_tokens"]), rows_everywhere):
-                yield
-        finally:
-            del trainer._get_per_token_logps_and_entropies
-            if outer is not None:
-                trainer._get_per_token_logps_and_entropies = outer
+        with (
+            scoring_wrapped(trainer, handing_over),
+            self.means[mode].collecting(trainer._metrics[mode], float(rows["loss_tokens"]), rows_everywhere),
+        ):
+            yield
 
     def _anchor_free(self, rows: Rows, logps: torch.Tensor) -> None:
         version = self.position.version

@@ -5,7 +5,8 @@ head, autocast and PEFT keep doing their work. Knows the trainer; the arithmetic
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from grpo_ext import _trl
 from grpo_ext.batch.groups import Inputs
 from grpo_ext.batch.micro_batches import Chunks, cut, in_lockstep, put_back
 from grpo_ext.batch.padding import lengths_of, rounded
-from grpo_ext.batch.rollouts import MULTIMODAL_KEYS
+from grpo_ext.batch.rollouts import MULTIMODAL_KEYS, per_token
 from grpo_ext.logprobs.neutral import trimming_obstacle
 from grpo_ext.logprobs.positions import has_absolute_positions, positions_passed
 from grpo_ext.logprobs.sharing import SharedPrompts
@@ -86,9 +87,55 @@ def _back(chunks: Chunks, n_rows: int, width: int) -> Callable[[list], torch.Ten
     return lambda parts: put_back(parts, chunks, n_rows, width)
 
 
+@contextmanager
+def scoring_wrapped(trainer: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Within, `wrap(method)` stands for the trainer's log-prob method, on the instance: a user's override of it is what it gets."""
+    name = "_get_per_token_logps_and_entropies"
+    outer = trainer.__dict__.get(name)
+    setattr(trainer, name, wrap(getattr(trainer, name)))
+    try:
+        yield
+    finally:
+        delattr(trainer, name)
+        if outer is not None:
+            setattr(trainer, name, outer)
+
+
 def is_plain(kwargs: dict[str, Any]) -> bool:
     """Whether a call can be cut into micro-batches: text only, and no loss over the whole batch beside the log-probs."""
     return not kwargs.get("compute_aux_loss") and all(kwargs.get(key) is None for key in MULTIMODAL_KEYS)
+
+
+@dataclass
+class Scoring:
+    """What passes by while TRL scores a generation of B rows and T completion tokens, for a reward that needs it.
+
+    tool_mask, logprobs: as `_generate` returned them. arguments, keywords, reference (B, T): of TRL's reference pass. actor
+    (B, T): log-probs of the actor, once somebody has computed them with the same arguments."""
+
+    tool_mask: list[list[int]] | None = None
+    logprobs: list[list[float | None]] | None = None
+    arguments: tuple = ()
+    keywords: dict[str, Any] = field(default_factory=dict)
+    reference: torch.Tensor | None = None
+    actor: torch.Tensor | None = None
+
+    def loss_mask(self) -> torch.Tensor:
+        """(B, T), as `grpo_ext.batch.rollouts.loss_mask` has it later."""
+        _, attention_mask, width = self.arguments
+        mask = attention_mask[:, attention_mask.size(1) - width :].bool()
+        if self.tool_mask is not None:
+            mask = mask & per_token(self.tool_mask, width, 0.0).to(mask.device).bool()
+        return mask
+
+    def rollout_logps(self) -> torch.Tensor:
+        """(B, T): the engine's, NaN where it gave none."""
+        if self.logprobs is None:
+            raise ValueError(
+                "old_logps='rollout' takes the log-probs of the engine, but these rollouts came without any. Return "
+                "'logprobs' from rollout_func, or set old_logps='window'."
+            )
+        return per_token(self.logprobs, self.arguments[2], 0.0).to(self.arguments[0].device)
 
 
 class Passes:
@@ -97,22 +144,44 @@ class Passes:
     def __init__(self, trainer: Any, notices: Notices, sharing: SharedPrompts):
         self._trainer, self._notices, self.sharing = trainer, notices, sharing
         self._generating = self._omits_next = False
+        self.scoring = Scoring()
         self._absolute: dict[int, bool] = {}
         self._support = corrected_sampling(trainer)
 
+    def scored(self) -> Scoring:
+        """What passed by since the tokens were there, now that TRL is done; it is forgotten here."""
+        scoring, self.scoring = self.scoring, Scoring()
+        return scoring
+
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Within, TRL computes neither its old pass nor the engine's ratio; the reference pass stays, as do users' calls."""
-        trainer = self._trainer
-        held, trainer.vllm_importance_sampling_correction = trainer.vllm_importance_sampling_correction, False
+        """Within, TRL computes neither its old pass nor the engine's ratio; the reference pass stays, as do users' calls.
+
+        With the KL in the reward the reference pass is made although the loss has no use for it, and noted."""
+        trainer, notes = self._trainer, bool(self._trainer._setting("kl_in_reward"))
+        correction, beta = trainer.vllm_importance_sampling_correction, trainer.beta
+        trainer.vllm_importance_sampling_correction, trainer.beta = False, 1.0 if notes else beta
         self._generating = True
         try:
-            yield
+            with scoring_wrapped(trainer, self._noting) if notes else nullcontext():
+                yield
         finally:
-            trainer.vllm_importance_sampling_correction, self._generating, self._omits_next = held, False, False
+            trainer.vllm_importance_sampling_correction, trainer.beta = correction, beta
+            self._generating = self._omits_next = False
 
-    def generated(self) -> None:
+    def _noting(self, method: Any) -> Callable[..., Any]:
+        def noting(model: Any, *args: Any, **kwargs: Any) -> Any:
+            result = method(model, *args, **kwargs)
+            scoring = self.scoring
+            if scoring.reference is None and self._is_reference(model):
+                scoring.arguments, scoring.keywords, scoring.reference = args, kwargs, result[0]
+            return result
+
+        return noting
+
+    def generated(self, tool_mask: list | None = None, logprobs: list | None = None) -> None:
         """Tokens are there. What TRL calls next, by its static rule (the correction is off), is its old pass, if anything."""
+        self.scoring = Scoring(tool_mask, logprobs)
         args = self._trainer.args
         lifetime = args.steps_per_generation * self._trainer.num_iterations
         self._omits_next = self._generating and args.gradient_accumulation_steps % lifetime != 0

@@ -103,7 +103,7 @@ def make_plan(s: Any, processes: int) -> Plan:
     rows, slices, longest = s.per_device_train_batch_size, slices_of(s, processes), longest_row(s)
     rollouts = rows * slices * processes
     loop = Loop(s.gradient_accumulation_steps, slices, s.num_iterations)
-    cycle = play(loop, rows, s.old_logps, s.old_logps_max_age, s.old_logps_budget)
+    cycle = play(loop, rows, mode_of(s), s.old_logps_max_age, s.old_logps_budget)
     everywhere = processes / cycle.batches
     stock = has_correction(s) or loop.accumulation % loop.lifetime != 0
     return Plan(
@@ -133,7 +133,7 @@ def make_plan(s: Any, processes: int) -> Plan:
             rows_computed_by_trl=rollouts if stock else 0,
         ),
         old_logps_pass=no_grad_pass(s, s.logps_micro_batch_size, cycle.portions, cycle.batches),
-        reference_pass=no_grad_pass(s, s.ref_logps_micro_batch_size, [rows * slices]) if s.beta else None,
+        reference_pass=no_grad_pass(s, s.ref_logps_micro_batch_size, [rows * slices]) if has_reference(s) else None,
         engine=engine_of(s, processes, slices) if is_colocated(s) else None,
         evaluation=evaluation_of(s, processes),
         run=run_of(s, loop, rollouts),
@@ -147,6 +147,15 @@ def slices_of(s: Any, processes: int) -> int:
     if s.generation_batch_size is not None:
         return s.generation_batch_size // (s.per_device_train_batch_size * processes)
     return s.gradient_accumulation_steps
+
+
+def mode_of(s: Any) -> str:
+    """old_logps as it comes to: the KL in the reward needs the actor's log-probs of every rollout at once."""
+    return "always" if s.kl_in_reward and s.old_logps == "window" else s.old_logps
+
+
+def has_reference(s: Any) -> bool:
+    return bool(s.beta) or s.kl_in_reward
 
 
 def is_colocated(s: Any) -> bool:

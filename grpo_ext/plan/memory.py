@@ -7,7 +7,7 @@ DeepSpeed are imported by the functions that need them.
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_ext.plan.arithmetic import is_colocated
+from grpo_ext.plan.arithmetic import has_reference, is_colocated
 from grpo_ext.plan.zero import Zero
 
 GB = 10**9
@@ -50,8 +50,8 @@ def estimate(s: Any, processes: int, zero: Zero, model: str, device: str | None 
     parameters, largest = parameters_of(model)
     cpu, states = deepspeed_estimate(parameters, largest, processes, zero)
     width = 4 if s.bf16 is False and not s.fp16 else 2  # TRL trains in bfloat16 unless told otherwise
-    has_reference = s.beta and not adapter and not zero.offload_param
-    reference = width * parameters // processes if has_reference else 0
+    holds_reference = has_reference(s) and not adapter and not zero.offload_param
+    reference = width * parameters // processes if holds_reference else 0
     weights, engine = 0, 0 if memory else None
     if is_colocated(s):
         engine_width = {None: width, "float32": 4}.get(s.vllm_dtype, 2)

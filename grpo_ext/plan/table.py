@@ -109,7 +109,9 @@ def old_logps(s: Any, plan: Plan) -> Iterator[Line]:
     yield (
         "rows computed",
         o.rows_computed,
-        {"window": "due before a step", "always": "old_logps always", "rollout": "none in this mode"}[s.old_logps],
+        "kl_in_reward takes all"
+        if s.kl_in_reward and s.old_logps != "rollout"
+        else {"window": "due before a step", "always": "old_logps always", "rollout": "none in this mode"}[s.old_logps],
     )
     if o.rows_reanchored:
         yield "rows taken anew", o.rows_reanchored, f"older than {s.old_logps_max_age} step(s), free"
@@ -124,7 +126,7 @@ def old_logps(s: Any, plan: Plan) -> Iterator[Line]:
 
 def reference(s: Any, plan: Plan) -> Iterator[Line]:
     if plan.reference_pass is not None:
-        yield "rows", plan.reference_pass.rows, f"all of the rank's: beta {s.beta:g}"
+        yield "rows", plan.reference_pass.rows, f"all of the rank's: {f'beta {s.beta:g}' if s.beta else 'kl_in_reward'}"
         yield from pass_lines(s, plan.reference_pass, "ref_logps_micro_batch_size")
 
 

@@ -247,6 +247,7 @@ class Checkpoints:
             **{name: getattr(args, name) for name in (*names, "num_iterations", "temperature", "use_vllm")},
             "old_logps": self._trainer._setting("old_logps"),
             "beta > 0": args.beta != 0.0,
+            "kl_in_reward": self._trainer._setting("kl_in_reward"),
         }
 
 

@@ -106,3 +106,50 @@ def test_metrics_are_averaged_and_nan_left_out(models, tmp_path):
 @pytest.mark.parametrize("name", ["_step", "_buffered_inputs", "_metrics", "_last_loaded_step"])
 def test_attributes_are_set(name):
     assert f"self.{name} = " in source(GRPOTrainer.__init__)
+
+
+# ---- rewards ---------------------------------------------------------------------------------------------------------
+def test_the_reference_is_made_by_beta_and_by_nothing_else():
+    text = source(GRPOTrainer.__init__)
+    assert text.count("self.beta") == 3 and "self.beta = args.beta" in text  # the reference model, and sync_ref_model
+    assert "elif is_peft_model(model) and args.beta != 0.0:" in text
+    scored = source(GRPOTrainer._generate_and_score_completions)
+    assert scored.count("self.beta") == 1 and "if self.beta != 0.0:" in scored
+    assert 'output["ref_per_token_logps"]' in scored
+
+
+def test_rewards_are_given_after_the_reference_pass_with_the_adapter_back_on():
+    text = source(GRPOTrainer._generate_and_score_completions)
+    assert text.index("use_adapter(") < text.index("        rewards_per_func = self._calculate_rewards(")
+    assert re.search(r"^        rewards_per_func = self\._calculate_rewards\(inputs, prompts,", text, re.M), (
+        "outside every `with`"
+    )
+
+
+def test_log_probs_are_made_of_ids_mask_and_width():
+    text = re.sub(r"\s+", " ", source(GRPOTrainer._generate_and_score_completions))
+    passed = r"self\._get_per_token_logps_and_entropies\( self\.(ref_)?model, prompt_completion_ids, attention_mask, logits_to_keep, batch"
+    assert len(re.findall(passed, text)) == 3
+
+
+def test_a_reward_function_has_a_name_a_processing_class_and_a_weight():
+    text = source(GRPOTrainer._calculate_rewards)
+    assert "zip(self.reward_funcs, self.reward_processing_classes, self.reward_func_names, strict=True)" in text
+    assert "prompts=prompts, completions=completions, completion_ids=completion_ids_list, **reward_kwargs" in text
+    assert text.rstrip().endswith("rewards_per_func = gather(rewards_per_func)\n        return rewards_per_func")
+    assert "self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])" in source(GRPOTrainer.__init__)
+
+
+def test_rewards_of_nan_are_left_out_and_rows_of_nan_get_no_advantage():
+    text = source(GRPOTrainer._generate_and_score_completions)
+    assert "unscorable_mask = torch.isnan(rewards_per_func).all(dim=1)" in text
+    assert "torch.nanmean(rewards.view(-1, num_generations), dim=1)" in text
+    assert "advantages = torch.nan_to_num(advantages, nan=0.0)" in text
+
+
+def test_a_generation_is_eight_things_and_a_turn_is_two():
+    returned = "return prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images, tool_images"
+    assert returned in source(GRPOTrainer._generate)
+    assert "return completion_ids, logprobs" in source(GRPOTrainer._generate_single_turn)
+    assert 'tool_mask = extra_fields.pop("env_mask", None)' in source(GRPOTrainer._generate)
+    assert "self.rollout_func(prompts, self)" in source(GRPOTrainer._generate)

@@ -18,6 +18,16 @@ RUNS = {
     "between two logs": ({"logging_steps": 4, "prompts": 8}, (1, 6, 9)),
     "evaluated": ({"evaluate": True, "eval_strategy": "steps", "eval_steps": 2, "logging_steps": 3, "max_steps": 8}, (2, 5)),
     "adapter with dropout, reference": ({"adapter": "lora", "dropout": 0.3, "beta": 0.1, "logging_steps": 3}, (2, 5)),
+    "adaptive KL in the reward": (
+        {
+            "kl_in_reward": True,
+            "kl_in_reward_coef": 0.5,
+            "kl_in_reward_target": 1e-3,
+            "kl_in_reward_horizon": 64,
+            "max_steps": 10,
+        },
+        (2, 5),
+    ),
     "rollout, re-anchored": ({"old_logps": "rollout", "old_logps_max_age": 1, "logging_steps": 4, "max_steps": 6}, (1, 2)),
 }
 MORE = {
@@ -130,6 +140,15 @@ def test_without_one_part_it_is_another_run(model, tmp_path, monkeypatch, whole,
     part = resumed(model, tmp_path, whole[0] / f"checkpoint-{stop}", logging_steps=4, max_steps=9)
     assert (part["weights"] != whole[1]["weights"]) == moves_weights
     assert any(differences(whole[1], part))
+
+
+def test_without_the_coefficient_of_the_kl_it_is_another_run(model, tmp_path, monkeypatch):
+    config, _ = RUNS["adaptive KL in the reward"]
+    whole = train(model, tmp_path / "whole", **config)
+    without(monkeypatch, lambda state: state["parts"].pop("kl_in_reward"))
+    part = resumed(model, tmp_path / "part", tmp_path / "whole" / "checkpoint-5", **config)
+    assert part["weights"] != whole["weights"]
+    assert "kl_in_reward/coef" in set().union(*differences(whole, part))
 
 
 def test_without_the_epochs_permutation_it_is_another_run(model, tmp_path, monkeypatch):

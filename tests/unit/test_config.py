@@ -101,3 +101,25 @@ def test_bf16_is_not_asked_of_a_box_that_has_none():
     kwargs = config_kwargs("unused")
     del kwargs["use_cpu"], kwargs["bf16"]
     assert GRPOExtConfig(**kwargs).bf16 is False
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"beta": 0.04}, r"beta=0.04: .* count twice.*Set beta=0.0"),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, r"Set multi_objective_aggregation='sum_then_normalize'"),
+        ({"kl_in_reward_coef": 0.0}, r"kl_in_reward_coef=0.0: .*Set 0.001"),
+        ({"kl_in_reward_target": -1.0}, r"kl_in_reward_target=-1.0: .*Set 6.0"),
+        ({"kl_in_reward_target": 6.0, "kl_in_reward_horizon": 3}, r"of 16 rollouts .*Set kl_in_reward_horizon=10000"),
+    ],
+)
+def test_kl_in_the_reward(wrong, message):
+    shape = {"gradient_accumulation_steps": 2}  # 8 rows x 2 slices
+    with pytest.raises(ValueError, match=message):
+        make(kl_in_reward=True, **wrong, **shape)
+    make(**wrong, **shape)  # of no concern where it is off
+
+
+def test_a_horizon_just_long_enough():
+    make(kl_in_reward=True, kl_in_reward_target=6.0, kl_in_reward_horizon=4, gradient_accumulation_steps=2)
+    make(kl_in_reward=True, kl_in_reward_horizon=1, gradient_accumulation_steps=2)  # a fixed coefficient has none

@@ -18,7 +18,8 @@ def test_import_grpo_ext_is_light():
 def test_pure_modules_import_torch_and_nothing_heavier():
     modules = "grpo_ext.batch.padding, grpo_ext.batch.micro_batches, grpo_ext.batch.rollouts, grpo_ext.logprobs.window, "
     modules += "grpo_ext.logprobs.ratio, grpo_ext.logprobs.metrics, grpo_ext.consistency.prob_diff, grpo_ext.rollout.scores, "
-    modules += "grpo_ext.rollout.seeds, grpo_ext.resume.state"
+    modules += "grpo_ext.rollout.seeds, grpo_ext.resume.state, grpo_ext.batch.empty, grpo_ext.batch.look, grpo_ext.rewards.kl, "
+    modules += "grpo_ext.rewards.usable"
     assert set(loaded_after(f"import {modules}")) <= {"torch"}
 
 

@@ -58,6 +58,16 @@ def test_case_10(recipe):
     assert plan.training.rows_sorted_together == (120,)
     assert (plan.old_logps.rows_free, plan.old_logps.rows_computed, plan.old_logps.rows_computed_by_trl) == (720, 0, 720)
     assert plan.old_logps.patterns == ("f" * 15 + "|",)
+
+
+@pytest.mark.parametrize("old_logps, computed", [("window", 720), ("rollout", 0)])
+def test_the_kl_in_the_reward_takes_both_passes_over_every_rollout(recipe, old_logps, computed, capsys):
+    path = recipe({**CASE_10, "beta": 0.0, "kl_in_reward": True, "old_logps": old_logps})
+    plan = planned(path)
+    assert (plan.old_logps.rows_computed, plan.old_logps_pass.rows) == (computed, computed / 6)
+    assert plan.reference_pass.rows == 120
+    run_plan(path, 6)
+    assert "all of the rank's: kl_in_reward" in capsys.readouterr().out
     assert (plan.reference_pass.rows, plan.reference_pass.forwards_at_most) == (120, 15)
     assert plan.reference_pass.tokens_per_forward_at_most == 8 * 2048
     assert (plan.run.generations, plan.run.rollouts) == (100, 72_000)
