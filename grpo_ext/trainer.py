@@ -31,7 +31,7 @@ class GRPOExtMixin:
     """Put before any trainer that derives from `trl.GRPOTrainer`: `class Mine(GRPOExtMixin, SomeTRLTrainer)`.
 
     Overrides, and what each adds:
-        __init__                  checks first; a `ColocatedEngine` where TRL would start its own
+        __init__                  checks first; a `ColocatedEngine` where TRL would start its own; a reference for the KL in the reward
         _generate                 the engine's log-probs are held against its tokens, unscored ones counted
         _generate_single_turn     a token stands in for an empty completion
         _generate_and_score_completions   neither old log-probs nor the engine's ratio are computed there any more ...

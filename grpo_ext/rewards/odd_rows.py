@@ -22,7 +22,6 @@ class OddRows:
         self._trainer, self._notices = trainer, Notices()
         self._empty: set[int] = set()
         self._first_turn = False
-        self._judges = len(trainer.reward_funcs)  # those of the user; what joins later is no judge
         if trainer.rollout_func is not None:
             trainer.rollout_func = self._filling(trainer.rollout_func)
 
@@ -57,13 +56,14 @@ class OddRows:
     def judged(self, rewards_NF: torch.Tensor) -> torch.Tensor:
         """The rewards of all ranks without the values that cannot be used."""
         trainer, mode = self._trainer, self._trainer._mode
-        rewards = usable(rewards_NF, self._judges)
+        judges = len(trainer.reward_func_names) - (trainer.kl_in_reward is not None)  # the penalty comes last and is none
+        rewards = usable(rewards_NF, judges)
         group = trainer.num_generations if mode == "train" else trainer.num_generations_eval
         summed = trainer.multi_objective_aggregation == "sum_then_normalize"
         compared = weighted_sums(rewards, trainer.reward_weights.to(rewards.device)) if summed else rewards
-        for name, value in counts(rewards_NF, rewards, compared, group, self._judges).items():
+        for name, value in counts(rewards_NF, rewards, compared, group, judges).items():
             trainer._metrics[mode][name].append(value)
-        infinite = torch.isinf(rewards_NF[:, : self._judges]).any(dim=0).tolist()
+        infinite = torch.isinf(rewards_NF[:, :judges]).any(dim=0).tolist()
         for name, found in zip(trainer.reward_func_names, infinite, strict=False):
             if found:
                 self._notices.once(

@@ -31,7 +31,7 @@ def counts(raw_NF: torch.Tensor, rewards_NF: torch.Tensor, compared: torch.Tenso
         "rewards/missing": float(torch.isnan(raw_NF[:, :judges]).sum()),
         "rewards/infinite": float(torch.isinf(raw_NF[:, :judges]).sum()),
         "rewards/none": float(torch.isnan(rewards_NF).all(dim=1).sum()),
-        "groups/equal_rewards": float((highest <= lowest).all(dim=1).sum()),
+        "groups/equal_rewards": float((highest <= lowest).all(dim=1).sum()) if group > 1 else 0.0,  # 1: in evaluation only
     }
 
 

@@ -32,6 +32,7 @@ def train(
     peft_config: Any = None,
     resume: str | None = None,
     ranks: bool = False,
+    tokenizer: Any = None,
     **config: Any,
 ) -> Any:
     """A finished trainer; `history` (logs of the steps), `forwards` (counts) and `rollouts` on it."""
@@ -48,6 +49,7 @@ def train(
         kind(**kwargs),
         prompts if prompts is not None else sums(32),
         sums(4) if evaluate else None,
+        tokenizer,
         rollout_func=func,
         peft_config=peft_config,
     )

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer
 
 from grpo_ext import GRPOExtTrainer
@@ -215,3 +215,21 @@ def test_an_actor_away_from_the_reference_is_drawn_back(model, tmp_path):
     kls = [entry["kl_in_reward/kl"] for entry in trainer.state.log_history if "loss" in entry]
     first, last = sum(kls[:10]) / 10, sum(kls[-10:]) / 10
     assert first > 2.0 and last < 0.85 * first, kls  # about 3.3 and 2.4
+
+
+def test_a_ready_adapter_is_its_own_reference(model, tmp_path):
+    """TRL copies it under the name "ref", as for `beta > 0`: the KL begins at 0 although the adapter is not."""
+    from peft import get_peft_model
+
+    ready = get_peft_model(AutoModelForCausalLM.from_pretrained(model), adapter())
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    trainer = train(GRPOExtTrainer, ready, tmp_path, **KL, **HALF, **SGD, tokenizer=tokenizer)
+    assert set(trainer.model.peft_config) == {"default", "ref"} and trainer.model.active_adapter == "default"
+    kls = [entry["kl_in_reward/kl"] for entry in trainer.history[::2]]
+    assert kls[0] == pytest.approx(0.0, abs=1e-5) and abs(kls[1]) > 1e-4
+
+
+def test_a_reference_that_follows(model, tmp_path):
+    follow = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
+    trainer = train(GRPOExtTrainer, model, tmp_path, **KL, **HALF, **SGD, **follow)
+    assert [entry["kl_in_reward/kl"] for entry in trainer.history[::2]] == pytest.approx([0.0, 0.0], abs=1e-4)

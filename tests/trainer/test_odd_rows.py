@@ -198,16 +198,21 @@ def test_the_penalty_is_no_judge(model, tmp_path):
     assert trainer.first["advantages"].tolist() == pytest.approx([-1, 0, 0, 1, -1.5, -0.5, 0.5, 1.5], abs=1e-4)
 
 
-def test_stock_trl_makes_infinite_advantages_of_an_infinite_reward(model, tmp_path):
+@pytest.mark.parametrize("scale", ["none", "group"])
+def test_what_an_infinite_reward_does_in_stock_trl(model, tmp_path, scale):
     """Why rewards are cleaned before the group's statistics."""
 
     class Stock(GRPOTrainer):
-        worst = 0.0
+        advantages = ()
 
         def _compute_loss(self, model, inputs):
-            self.worst = max(self.worst, float(inputs["advantages"].abs().max()))
+            self.advantages = (*self.advantages, *inputs["advantages"].tolist())
             return 0 * super()._compute_loss(model, inputs)
 
     before = rewarded([1, 2, INF, 3, 0, 1, 2, 3])
-    trainer = train(Stock, model, tmp_path, before=before, scale_rewards="none", **{**HALF, "max_steps": 1})
-    assert trainer.worst > 1e38
+    found = train(Stock, model, tmp_path, before=before, scale_rewards=scale, **{**HALF, "max_steps": 1}).advantages
+    sizes = sorted(abs(a) for a in found)
+    if scale == "none":
+        assert len([a for a in sizes if a > 1e38]) == 3  # all of its group but the row itself
+    else:
+        assert sizes[:4] == [0.0] * 4 and sizes[4] > 0.1
