@@ -65,7 +65,15 @@ def test_two_ranks_train_as_stock_trl_does(models, tmp_path, zero3):
 def test_lengths_as_uneven_as_can_be_do_not_hang(models, tmp_path):
     """Case 8: [1000, 10, 10, 10] on one rank, [10] * 4 on the other, 1,024 tokens to a forward: as many forwards on both."""
     uneven = [[1000, 10, 10, 10], [10, 10, 10, 10]]
-    run = {**HALF, **SGD, "beta": 0.1, "logps_max_tokens": 1024, "stock": False, "max_completion_length": 1000}
+    run = {
+        **HALF,
+        **SGD,
+        "beta": 0.1,
+        "shared_prompt": False,
+        "logps_max_tokens": 1024,
+        "stock": False,
+        "max_completion_length": 1000,
+    }
     reports = run_ranks(
         "tests.distributed.window_jobs:compare",
         tmp_path,
