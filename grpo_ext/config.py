@@ -85,6 +85,9 @@ class GRPOExtConfig(GRPOConfig):
             Optimizer steps whose dumps are kept; older ones are deleted.
         prob_diff_save_tokens (`bool`, defaults to `False`):
             Write a Parquet file beside each dump: token ids and text, both log-probs, policy version, prompt.
+        reward_timeout_s (`float`, *optional*):
+            Seconds that a call of a reward function may take on a rank; past them the run ends with a TimeoutError that names
+            it. The function then runs in a thread of its own, where `signal` cannot be used. Unset: no limit, no thread.
         resume_rollouts (`bool`, defaults to `True`):
             Resume with the rollouts, their old log-probs, counts and seeds that the checkpoint holds, as if the run had never
             stopped; a checkpoint whose state is damaged, incomplete or of other settings is refused. False: that state is not
@@ -150,6 +153,9 @@ class GRPOExtConfig(GRPOConfig):
     prob_diff_keep_last: int = field(default=100, metadata={"help": "Optimizer steps whose dumps are kept."})
     prob_diff_save_tokens: bool = field(
         default=False, metadata={"help": "Write a Parquet file with tokens and both log-probs beside each dump."}
+    )
+    reward_timeout_s: float | None = field(
+        default=None, metadata={"help": "Seconds that a call of a reward function may take; unset: no limit."}
     )
     resume_rollouts: bool = field(
         default=True,

@@ -15,6 +15,7 @@ from grpo_ext.consistency.callback import ProbDiffCallback
 from grpo_ext.consistency.monitor import ProbDiffMonitor
 from grpo_ext.logprobs.anchors import Anchors
 from grpo_ext.resume.checkpoint import Checkpoints
+from grpo_ext.rewards import RewardGuard
 from grpo_ext.rollout.scores import check_rollout_scores
 from grpo_ext.rollout.seeds import GenerationCount
 from grpo_ext.timing import PhaseTimes, StepTimes, timing_metrics
@@ -32,6 +33,7 @@ class GRPOExtMixin:
         _prepare_inputs           ... but here, when an optimizer step is about to make them too late; rows grouped and trimmed
         compute_loss              ... or taken from the loss's own forward, free
         _get_per_token_logps_and_entropies   micro-batches of like length where no gradient is needed
+        _calculate_rewards        a reward function that raises, hangs or returns the wrong number ends the run on all ranks, by name
         _calculate_rewards, training_step, log   phase times, and the monitor's aggregates
         _load_from_checkpoint,
         _load_best_model          the engine is told that the weights changed
@@ -59,6 +61,7 @@ class GRPOExtMixin:
             super().__init__(model, *args, **kwargs)
         self.monitor = ProbDiffMonitor(self.accelerator)
         self.anchors = Anchors(self)
+        self.rewards = RewardGuard(self, self._setting("reward_timeout_s"))
         parts = {"monitor": self.monitor, "anchors": self.anchors, "generations": self.generations}
         self.checkpoints = Checkpoints(self, parts)
         self.add_callback(_RunEvents(self))
@@ -102,7 +105,12 @@ class GRPOExtMixin:
             rollout_seed=seed,
             generations=self.generations,
             phase_times=self.phase_times,
+            retried=self._count_retries,
         )
+
+    def _count_retries(self, ranks: int) -> None:
+        counted = self._metrics[self._mode]["rollout/generate_retries"]
+        counted[:] = [sum(counted) + ranks]  # TRL logs the mean of what is in the list: here, all since the last log
 
     def mark_weights_changed(self) -> None:
         """Say that the actor's weights changed other than by an optimizer step: they are pushed before the next generation."""
@@ -118,12 +126,13 @@ class GRPOExtMixin:
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        return super().train(self.checkpoints.chosen(resume_from_checkpoint), *args, **kwargs)
+        with self.checkpoints.one_before_failing():
+            return super().train(self.checkpoints.chosen(resume_from_checkpoint), *args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        self.checkpoints.begins(os.path.join(self._get_output_dir(trial=trial), folder))
-        super()._save_checkpoint(model, trial)
+        with self.checkpoints.writing(os.path.join(self._get_output_dir(trial=trial), folder)):
+            super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:
         self.checkpoints.save(output_dir)
@@ -171,7 +180,7 @@ class GRPOExtMixin:
         return "train" if self.model.training else "eval"
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self.phase_times.phase("reward"):
+        with self.phase_times.phase("reward"), self.rewards.watching():
             return super()._calculate_rewards(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -210,10 +219,10 @@ class _RunEvents(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.step_times.begin(state.num_input_tokens_seen)
-        self._trainer.anchors.position.window_begins()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.step_times.end(state.num_input_tokens_seen)
+        self._trainer.anchors.position.window_ends()
         self._trainer.monitor.close(state.global_step)
 
 

@@ -7,18 +7,20 @@ state: after the data are skipped, before the first micro-step.
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from accelerate.utils import gather_object
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from grpo_ext import _trl
 from grpo_ext.notices import Notices
 from grpo_ext.resume.state import StateError, Unsavable, check_savable, read_state, write_state
+from grpo_ext.rollout.retry import EngineFailed
 
 REMEDY = (
     "To go on from this checkpoint without its buffered rollouts and their bookkeeping set resume_rollouts=False: the run then "
@@ -134,6 +136,43 @@ class Checkpoints:
         return View(tuple(missing), self._state_file(checkpoint).is_file())
 
     # ---- a checkpoint is written -----------------------------------------------------------------------------------
+    @contextmanager
+    def writing(self, folder: str) -> Iterator[None]:
+        """For the duration of upstream's saving: what it raises (a full disk, mostly, and without saying where) names the checkpoint."""
+        self.begins(folder)
+        try:
+            yield
+        except Exception as error:
+            raise OSError(
+                f"Checkpoint {folder} could not be written ({type(error).__name__}: {str(error).rstrip('.')}). Earlier ones are as "
+                "they were. Make room there, or lower save_total_limit, and go on with resume_from_checkpoint=True, which passes "
+                "over what is not complete."
+            ) from error
+
+    @contextmanager
+    def one_before_failing(self) -> Iterator[None]:
+        """For the duration of training: where the engine fails on all ranks, they write a checkpoint before they raise."""
+        try:
+            yield
+        except EngineFailed as failure:
+            if not failure.together:
+                raise
+            raise EngineFailed(f"{failure} {self._last_words()}", together=True) from failure
+
+    def _last_words(self) -> str:
+        """Write a checkpoint, unless there is one of this step, and say where it is. A collective."""
+        trainer, step = self._trainer, self._trainer.state.global_step
+        if step == 0:
+            return "No optimizer step was taken, so there is nothing to save."
+        folder = Path(trainer.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        trainer.generations.failed()
+        try:
+            if fault(self._views([folder])[0]) is not None:
+                trainer._save_checkpoint(trainer.model, trial=None)
+        except OSError as error:
+            return str(error)
+        return f"{folder} holds the run up to here; go on from it with resume_from_checkpoint=True."
+
     def begins(self, folder: str) -> None:
         """What stands under that name, from a run that was stopped later on, is incomplete from now on."""
         if self._trainer.args.should_save:
@@ -144,7 +183,8 @@ class Checkpoints:
         trainer = self._trainer
         slices = trainer._buffered_inputs
         rollouts = {"step": trainer._step, "slices": slices} if slices is not None else None
-        if not self._savable(rollouts):
+        # Amid a window the slices may be of a later batch than the window began with: a resumed run generates afresh.
+        if not trainer.anchors.position.between_steps or not self._savable(rollouts):
             rollouts = None
         state = {
             "rank": self._rank,
