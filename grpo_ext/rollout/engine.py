@@ -205,7 +205,13 @@ class ColocatedEngine(VLLMGeneration):
                 ) from error
         together = call.turn == 0 or ranks.is_alone(accelerator)
         from_all = functools.partial(ranks.from_all, accelerator) if together else (lambda fault: [fault])
-        result, retries = tried_twice(attempt, functools.partial(_trl.drop_requests, self.llm), from_all, together)
+        generator = torch.get_rng_state()  # the engine draws from it, and after it TRL's shuffle does
+
+        def recover() -> None:
+            _trl.drop_requests(self.llm)
+            torch.set_rng_state(generator)
+
+        result, retries = tried_twice(attempt, recover, from_all, together)
         if retries:
             self._retried(retries)
         return result

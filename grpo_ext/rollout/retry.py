@@ -21,7 +21,7 @@ def tried_twice(
     """What `attempt()` returns, of a second try where the first raised, and how many ranks took one.
 
     Args:
-        recover: called before the second try.
+        recover: takes back what an attempt has done; called before the second one, and on all ranks where that one fails.
         from_all: this rank's fault, None for none, to those of all ranks, in order. May be a collective: a rank whose attempt went
             well waits there for those that try again.
         together: whether `from_all` speaks of all ranks.
@@ -40,6 +40,7 @@ def tried_twice(
         result, error = _tried(attempt)
     faults = from_all(_said(error))
     if any(fault is not None for fault in faults):
+        recover()
         raise EngineFailed(f"The engine failed in generate twice: {_by_rank(faults, together)}.", together) from error
     return result, retries
 

@@ -66,29 +66,40 @@ def assert_checkpointed(run, out, step):
     assert (out / f"checkpoint-{step}" / "trainer_state.json").exists()
 
 
+def on_one_rank(models, tmp_path, runs):
+    arguments = {"model": models("qwen2"), "out": str(tmp_path), "runs": runs}
+    return run_ranks("tests.faults.jobs:engine_faults", tmp_path, zero3=False, processes=1, **arguments)[0]
+
+
 @pytest.mark.engine
 def test_one_rank(models, tmp_path):
-    once, always = {"batches": [1]}, {"batches": [1], "always": True}
-    middle = {"gradient_accumulation_steps": 3, "steps_per_generation": 2}  # the second batch begins within the first window
     runs = {
         "whole": RUN,
-        "once": {**RUN, "fault": {"rank": None, **once}},
-        "always": {**RUN, "fault": {"rank": None, **always}},
+        "once": {**RUN, "fault": {"rank": None, "batches": [1]}},
+        "always": {**RUN, "fault": {"rank": None, "batches": [1], "always": True}},
         "resumed": {**RUN, "folder": "always", "resume": True},
-        "saved already": {**RUN, "save_steps": 2, "fault": {"rank": None, **always}},
-        "nothing to save": {**RUN, **middle, "fault": {"rank": None, **always}},
-        "within a window": {**RUN, **middle, "fault": {"rank": None, "batches": [2], "always": True}},
-        "within, resumed": {**RUN, **middle, "folder": "within a window", "resume": True},
     }
-    (told,) = run_ranks(
-        "tests.faults.jobs:engine_faults", tmp_path, zero3=False, processes=1, model=models("qwen2"), out=str(tmp_path), runs=runs
-    )
+    told = on_one_rank(models, tmp_path, runs)
     assert told["once"]["weights"] == told["whole"]["weights"]
     assert logs(told["once"], RETRIES) == logs(told["whole"])
     assert [entry.get(RETRIES) for entry in told["once"]["logs"]] == [None, None, 1.0, None, None, None, None]
     assert_checkpointed(told["always"], tmp_path / "always", 2)
     assert told["resumed"]["weights"] == told["whole"]["weights"]
     assert logs(told["resumed"]) == logs(told["whole"])
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_where_a_checkpoint_is_there_or_cannot_be(models, tmp_path):
+    middle = {**RUN, "gradient_accumulation_steps": 3, "steps_per_generation": 2}  # the second batch begins within the first window
+    always = {"rank": None, "batches": [1], "always": True}
+    runs = {
+        "saved already": {**RUN, "save_steps": 2, "fault": always},
+        "nothing to save": {**middle, "fault": always},
+        "within a window": {**middle, "fault": {**always, "batches": [2]}},
+        "within, resumed": {**middle, "folder": "within a window", "resume": True},
+    }
+    told = on_one_rank(models, tmp_path, runs)
     assert_checkpointed(told["saved already"], tmp_path / "saved already", 2)
     assert told["nothing to save"]["step"] == 0 and "No optimizer step was taken" in told["nothing to save"]["text"]
     assert_checkpointed(told["within a window"], tmp_path / "within a window", 1)
