@@ -37,6 +37,7 @@ class GRPOExtMixin:
         _calculate_rewards, training_step, log   phase times, and the monitor's aggregates
         _load_from_checkpoint,
         _load_best_model          the engine is told that the weights changed
+        _run_epoch                a run that was over is not trained further when it is resumed
         train, _save_checkpoint,
         _save_rng_state, _load_rng_state, _get_train_sampler   a checkpoint holds all that an exact resume needs, or is not used
 
@@ -128,6 +129,10 @@ class GRPOExtMixin:
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         with self.checkpoints.one_before_failing():
             return super().train(self.checkpoints.chosen(resume_from_checkpoint), *args, **kwargs)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if not self.checkpoints.run_is_over:
+            super()._run_epoch(*args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"

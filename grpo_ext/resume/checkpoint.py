@@ -67,6 +67,7 @@ class Checkpoints:
         self._trainer, self._notices = trainer, Notices()
         self.parts = dict(parts)
         self.sampler: Any = None  # the one that training draws its prompts from
+        self._chosen: str | None = None
 
     # ---- train() is called -----------------------------------------------------------------------------------------
     def chosen(self, wanted: str | bool | None) -> str | bool | None:
@@ -76,6 +77,7 @@ class Checkpoints:
         if isinstance(wanted, str | os.PathLike):
             wanted = os.fspath(wanted)
             self._check(Path(wanted))
+        self._chosen = wanted if isinstance(wanted, str) else None
         return wanted
 
     def _newest(self) -> str | bool:
@@ -231,6 +233,14 @@ class Checkpoints:
         """A resumed run is to see the epoch's permutation: those of the epochs that are over are drawn and thrown away."""
         for _ in range(self._trainer.anchors.position.epochs_over if self.sampler is not None else 0):
             next(iter(self.sampler), None)
+        if self.run_is_over:
+            self.restore(self._chosen)  # no epoch begins, where upstream restores its own ...
+            self._trainer.model.train()  # ... and turns it on; the last log is one of training
+
+    @property
+    def run_is_over(self) -> bool:
+        """Whether no optimizer step is left: killed past its last checkpoint, say. Upstream would take one more and then look."""
+        return self._trainer.state.global_step >= self._trainer.state.max_steps
 
     def restore(self, checkpoint: str | None) -> None:
         if checkpoint is None or not self._reads or not self._state_file(checkpoint).is_file():

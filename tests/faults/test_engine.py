@@ -91,7 +91,11 @@ def test_one_rank(models, tmp_path):
 @pytest.mark.slow
 @pytest.mark.engine
 def test_where_a_checkpoint_is_there_or_cannot_be(models, tmp_path):
-    middle = {**RUN, "gradient_accumulation_steps": 3, "steps_per_generation": 2}  # the second batch begins within the first window
+    middle = {
+        **RUN,
+        "gradient_accumulation_steps": 3,
+        "steps_per_generation": 2,
+    }  # the second batch begins within the first window
     always = {"rank": None, "batches": [1], "always": True}
     runs = {
         "saved already": {**RUN, "save_steps": 2, "fault": always},

@@ -25,7 +25,13 @@ def whole(models, tmp_path_factory):
 
 
 def child(arguments):
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # an engine of the parent's may have set them
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):  # an engine of the parent's may have set them
         os.environ.pop(name, None)
     train(before=lambda trainer: trainer.add_callback(Sign(arguments["out"], stay=True)), **arguments)
 

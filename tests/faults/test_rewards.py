@@ -51,7 +51,11 @@ def no_numbers(completions, **kwargs):
 
 
 FAULTS = [
-    (raises, RuntimeError, r"Rank 0: the reward function 'raises' raised KeyError: 'answer'\. Return one reward per completion, None"),
+    (
+        raises,
+        RuntimeError,
+        r"Rank 0: the reward function 'raises' raised KeyError: 'answer'\. Return one reward per completion, None",
+    ),
     (raises_async, RuntimeError, r"the reward function 'raises_async' raised KeyError: 'answer'"),
     (hangs, TimeoutError, r"'hangs' did not return within reward_timeout_s=0\.5 on 16 completions.*higher reward_timeout_s"),
     (hangs_async, TimeoutError, r"'hangs_async' did not return within reward_timeout_s=0\.5"),
@@ -102,7 +106,9 @@ def test_a_limit_must_be_a_time_and_shorter_than_the_others_wait(monkeypatch):
     with pytest.raises(ValueError, match=r"reward_timeout_s=0: .* above 0"):
         GRPOExtConfig(**config_kwargs("unused", reward_timeout_s=0))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"reward_timeout_s=1800 on 2 processes with ddp_timeout=1800.*Set reward_timeout_s=900"):
+    with pytest.raises(
+        ValueError, match=r"reward_timeout_s=1800 on 2 processes with ddp_timeout=1800.*Set reward_timeout_s=900"
+    ):
         GRPOExtConfig(**config_kwargs("unused", reward_timeout_s=1800))
 
 
@@ -110,7 +116,9 @@ def test_a_limit_must_be_a_time_and_shorter_than_the_others_wait(monkeypatch):
 def test_on_one_rank_of_two_both_raise_the_same(models, tmp_path):
     """The launcher ends with them, though one holds a thread that hangs."""
     start = time.monotonic()
-    told = run_ranks("tests.faults.jobs:faulty_rewards", tmp_path, model=models("qwen2"), out=str(tmp_path / "out"), timeout=200)
+    told = run_ranks(
+        "tests.faults.jobs:faulty_rewards", tmp_path, model=models("qwen2"), out=str(tmp_path / "out"), timeout=200
+    )
     print(f"\n{time.monotonic() - start:.0f} s in all")
     assert told[0] == told[1]
     for name, (kind, text) in told[0].items():
