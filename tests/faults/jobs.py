@@ -1,11 +1,10 @@
 """What the processes do in the tests of faults. Each function runs on every rank and returns something JSON can hold."""
 
-import json
 import os
-from pathlib import Path
 from typing import Any
 
-from tests.resume.runs import make, report, train
+from tests.faults.signs import Sign
+from tests.resume.runs import make, train
 
 
 def on_rank(number: int, function: Any, otherwise: Any) -> Any:
@@ -56,8 +55,9 @@ class EngineFault:
         engine.step = faulty
 
 
-def engine_faults(model: str, out: str, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Each of `runs` (arguments of `runs.train`; `fault` those of an EngineFault): its report, or the error that ended it."""
+def engine_faults(model: str, out: str, runs: dict[str, dict[str, Any]], leave: bool = False) -> dict[str, Any]:
+    """Each of `runs` (arguments of `runs.train`; `fault` those of an EngineFault): its report, or the error that ended it; with `leave`
+    that error ends the process."""
     told, kept = {}, []
     for name, run in runs.items():
         arguments = dict(run)
@@ -72,15 +72,14 @@ def engine_faults(model: str, out: str, runs: dict[str, dict[str, Any]]) -> dict
         try:
             told[name] = train(model, f"{out}/{arguments.pop('folder', name)}", engine=True, before=before, **arguments)
         except Exception as error:
+            if leave:
+                raise
             told[name] = {"error": type(error).__name__, "text": str(error), "step": kept[-1].state.global_step}
     return told
 
 
-def stand_still(model: str, out: str, **run: Any) -> None:
-    """Train until a rank is killed by someone else, and tell which processes these are."""
+def train_on(model: str, out: str, **run: Any) -> None:
+    """Train until a rank is killed by someone else; `Sign` tells which processes these are."""
     trainer = make(model, out, ranks=True, **run)
-    from tests.faults.signs import Sign
-
     trainer.add_callback(Sign(out))
     trainer.train()
-    (Path(out) / f"ended{trainer.accelerator.process_index}").write_text(json.dumps(report(trainer)))
