@@ -106,3 +106,14 @@ def test_metrics_are_averaged_and_nan_left_out(models, tmp_path):
 @pytest.mark.parametrize("name", ["_step", "_buffered_inputs", "_metrics", "_last_loaded_step"])
 def test_attributes_are_set(name):
     assert f"self.{name} = " in source(GRPOTrainer.__init__)
+
+
+def test_reward_functions_are_taken_from_a_list_when_they_are_called_and_then_gathered():
+    text = source(GRPOTrainer._calculate_rewards)
+    assert "zip(self.reward_funcs, self.reward_processing_classes, self.reward_func_names, strict=True)" in text
+    assert text.count("is_async_callable(reward_func)") == 1
+    assert text.index("reward_func(") < text.index("gather(rewards_per_func)")
+
+
+def test_the_log_takes_the_mean_of_what_is_in_a_list():
+    assert "sum(valid) / len(valid)" in source(GRPOTrainer.log)

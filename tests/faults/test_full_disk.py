@@ -18,7 +18,7 @@ DUMPS = {"enable_token_level_prob_diff": True, "max_steps": 9, "save_strategy": 
 
 @pytest.fixture
 def disk(tmp_path):
-    """`disk(size)` mounts a file system of that size and returns its directory."""
+    """`disk(size)` mounts a file system of that size (and what other options follow) and returns its directory."""
     mounted = []
 
     def mount(size):
@@ -48,6 +48,13 @@ def test_while_dumping(model, tmp_path, disk, caplog):
     assert str(folder) in warning and "No space left on device" in warning
     assert [path.name for path in folder.iterdir() if "unfinished" in path.name] == []
     assert full["weights"] == train(model, tmp_path / "b", prob_diff_save_dir=str(tmp_path / "dumps"), **DUMPS)["weights"]
+
+
+def test_a_read_only_directory_is_refused_before_training(model, tmp_path, disk):
+    with pytest.raises(
+        ValueError, match=r"prob_diff_save_dir='.*disk': nothing can be written there \(Read-only file system\)"
+    ):
+        train(model, tmp_path / "out", prob_diff_save_dir=str(disk("64k,ro")), **DUMPS)
 
 
 SHORT = {"max_steps": 4}
