@@ -17,12 +17,12 @@ ifeq ($(GPU),yes)
 ACCELERATE := recipes/accelerate/zero3.yaml
 else
 ACCELERATE := recipes/accelerate/cpu_zero3.yaml
-demo: export DS_ACCELERATOR = cpu
-demo: export OMP_NUM_THREADS = 1
-demo: export TORCH_CPP_LOG_LEVEL = ERROR
+demo soak: export DS_ACCELERATOR = cpu
+demo soak: export OMP_NUM_THREADS = 1
+demo soak: export TORCH_CPP_LOG_LEVEL = ERROR
 endif
 
-.PHONY: help setup demo test test-long bench lint format types clean
+.PHONY: help setup demo test test-long test-faults soak bench lint format types clean
 .DEFAULT_GOAL := help
 
 help: ## what can be typed
@@ -52,6 +52,12 @@ test: $(STAMP) ## the test suite: real engine, real two-rank ZeRO-3, no hub
 
 test-long: $(STAMP) ## the tests that take longer, too
 	$(BIN)/python -m pytest
+
+test-faults: $(STAMP) ## faults on purpose: 25 kills at random points, dying ranks, full disks
+	$(BIN)/python -m pytest tests/faults
+
+soak: $(STAMP) ## 500 steps of the demo, watched for leaks
+	$(BIN)/accelerate launch --config_file $(ACCELERATE) benchmarks/soak.py
 
 bench: $(STAMP) ## the benchmarks, one after the other
 	$(BIN)/python benchmarks/weight_sync.py

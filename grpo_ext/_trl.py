@@ -291,6 +291,15 @@ def engine_logits(llm: Any, hidden: Any) -> Any:
     return runner.model.compute_logits(hidden.to(device=runner.device, dtype=runner.model_config.dtype))
 
 
+def drop_requests(llm: Any) -> None:
+    """Take back every request that an engine has not finished: one that raised on the way would answer them with the next ones.
+
+    It can go when `LLM.generate` does so where its engine raises.
+    """
+    engine = llm.llm_engine
+    engine.abort_request(list(engine.output_processor.request_states), internal=True)
+
+
 # ---- vLLM: reloading weights ---------------------------------------------------------------------------------------
 
 

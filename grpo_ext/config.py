@@ -105,6 +105,9 @@ class GRPOExtConfig(GRPOConfig):
             What to do where the engine samples from another distribution than the trainer scores (top_p, top_k, min_p, penalties,
             logit bias, `generation_kwargs` included). "warn": say so once, with the bias measured on the first rollouts. "error":
             refuse. "correct": score the actor on the support that was sampled from, at the cost of full logits.
+        reward_timeout_s (`float`, *optional*):
+            Seconds that a call of a reward function may take on a rank; past them the run ends with a TimeoutError that names
+            it. The function then runs in a thread of its own, where `signal` cannot be used. Unset: no limit, no thread.
         resume_rollouts (`bool`, defaults to `True`):
             Resume with the rollouts, their old log-probs, counts and seeds that the checkpoint holds, as if the run had never
             stopped; a checkpoint whose state is damaged, incomplete or of other settings is refused. False: that state is not
@@ -194,6 +197,9 @@ class GRPOExtConfig(GRPOConfig):
     sampling_mismatch: str = field(
         default="warn",
         metadata={"help": "Where sampling is truncated or penalised: 'warn', 'error', or 'correct' the actor's log-probs."},
+    )
+    reward_timeout_s: float | None = field(
+        default=None, metadata={"help": "Seconds that a call of a reward function may take; unset: no limit."}
     )
     resume_rollouts: bool = field(
         default=True,

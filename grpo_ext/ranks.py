@@ -28,6 +28,15 @@ def gathered_on_main(accelerator: Any, item: Any) -> list[Any] | None:
     return items
 
 
+def from_all(accelerator: Any, item: Any) -> list[Any]:
+    """The `item` of every rank, in the order of ranks, on all of them."""
+    if is_alone(accelerator):
+        return [item]
+    items = [None] * accelerator.num_processes
+    torch.distributed.all_gather_object(items, item)
+    return items
+
+
 def from_main(accelerator: Any, item: Any) -> Any:
     """The main process's `item`, on every rank."""
     if is_alone(accelerator):

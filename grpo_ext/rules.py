@@ -388,6 +388,24 @@ def prob_diff_thresholds(s: Any, processes: int) -> Iterator[Problem]:
             )
 
 
+# ---- faults ----------------------------------------------------------------------------------------------------------
+def limit_of_rewards(s: Any, processes: int) -> Iterator[Problem]:
+    limit = s.reward_timeout_s
+    if limit is None:
+        return
+    if not limit > 0:
+        yield Problem(
+            f"reward_timeout_s={limit}: no function returns in that time. Set a number of seconds above 0, or leave it unset.",
+            {"reward_timeout_s": None},
+        )
+    elif processes > 1 and limit >= s.ddp_timeout:
+        yield Problem(
+            f"reward_timeout_s={limit} on {processes} processes with ddp_timeout={s.ddp_timeout}: the other ranks give up "
+            f"waiting first, without naming the function. Set reward_timeout_s={s.ddp_timeout / 2:g}, or a higher ddp_timeout.",
+            {"reward_timeout_s": s.ddp_timeout / 2},
+        )
+
+
 RULES: tuple[Rule, ...] = (
     at_least_two_generations,
     sizes_of_a_step,
@@ -406,4 +424,5 @@ RULES: tuple[Rule, ...] = (
     kl_in_the_reward,
     prob_diff_counts,
     prob_diff_thresholds,
+    limit_of_rewards,
 )

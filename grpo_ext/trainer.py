@@ -18,6 +18,7 @@ from grpo_ext.consistency.monitor import ProbDiffMonitor
 from grpo_ext.console import BatchLook
 from grpo_ext.logprobs.anchors import Anchors
 from grpo_ext.resume.checkpoint import Checkpoints
+from grpo_ext.rewards.guard import RewardGuard
 from grpo_ext.rewards.odd_rows import OddRows
 from grpo_ext.rewards.penalty import KLInReward
 from grpo_ext.rollout.guards import Guards
@@ -38,10 +39,12 @@ class GRPOExtMixin:
         _prepare_inputs           ... but here, when an optimizer step is about to make them too late; rows grouped and trimmed
         compute_loss              ... or taken from the loss's own forward, free
         _get_per_token_logps_and_entropies   micro-batches of like length where no gradient is needed
-        _calculate_rewards        rewards that cannot be used are taken out before a group's statistics are made of them
+        _calculate_rewards        a reward function that raises, hangs or returns the wrong number ends the run on all ranks, by name;
+                                  rewards that cannot be used are taken out before a group's statistics are made of them
         training_step, evaluate, log   phase times, and the monitor's aggregates
         _load_from_checkpoint,
         _load_best_model          the engine is told that the weights changed
+        _run_epoch                a run that was over is not trained further when it is resumed
         train, _save_checkpoint,
         _save_rng_state, _load_rng_state, _get_train_sampler   a checkpoint holds all that an exact resume needs, or is not used
 
@@ -72,6 +75,7 @@ class GRPOExtMixin:
         self.kl_in_reward = KLInReward(self) if self._setting("kl_in_reward") else None
         self.monitor = ProbDiffMonitor(self.accelerator)
         self.anchors = Anchors(self)
+        self.rewards = RewardGuard(self, self._setting("reward_timeout_s"))
         parts = {"monitor": self.monitor, "anchors": self.anchors, "generations": self.generations}
         if self.kl_in_reward is not None:
             parts["kl_in_reward"] = self.kl_in_reward
@@ -120,7 +124,12 @@ class GRPOExtMixin:
             rollout_seed=seed,
             generations=self.generations,
             phase_times=self.phase_times,
+            retried=self._count_retries,
         )
+
+    def _count_retries(self, ranks: int) -> None:
+        counted = self._metrics[self._mode]["rollout/generate_retries"]
+        counted[:] = [sum(counted) + ranks]  # TRL logs the mean of what is in the list: here, all since the last log
 
     def mark_weights_changed(self) -> None:
         """Say that the actor's weights changed other than by an optimizer step: they are pushed before the next generation."""
@@ -136,12 +145,19 @@ class GRPOExtMixin:
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        return super().train(self.checkpoints.chosen(resume_from_checkpoint), *args, **kwargs)
+        with self.checkpoints.one_before_failing():
+            return super().train(self.checkpoints.chosen(resume_from_checkpoint), *args, **kwargs)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if not self.checkpoints.run_is_over:
+            super()._run_epoch(*args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with self.phase_times.phase("checkpoint"):
-            self.checkpoints.begins(os.path.join(self._get_output_dir(trial=trial), folder))
+        with (
+            self.phase_times.phase("checkpoint"),
+            self.checkpoints.writing(os.path.join(self._get_output_dir(trial=trial), folder)),
+        ):
             super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -196,7 +212,7 @@ class GRPOExtMixin:
         return "train" if self.model.training else "eval"
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self.phase_times.phase("reward"):
+        with self.phase_times.phase("reward"), self.rewards.watching():
             return self.odd_rows.judged(super()._calculate_rewards(*args, **kwargs))
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -241,13 +257,13 @@ class _RunEvents(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.clock.steps.begin(state.num_input_tokens_seen)
-        self._trainer.anchors.position.window_begins()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.clock.optimizer_stepped()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.clock.steps.end(state.num_input_tokens_seen)
+        self._trainer.anchors.position.window_ends()
         report = self._trainer.monitor.close(state.global_step)
         self._trainer.guards.step_ended(report.metrics if report is not None else None)
 

@@ -8,7 +8,8 @@ state: after the data are skipped, before the first micro-step.
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from grpo_ext import _trl
 from grpo_ext.notices import Notices
 from grpo_ext.resume.state import StateError, Unsavable, check_savable, read_state, write_state
+from grpo_ext.rollout.retry import EngineFailed
 
 REMEDY = (
     "To go on from this checkpoint without its buffered rollouts and their bookkeeping set resume_rollouts=False: the run then "
@@ -66,6 +68,7 @@ class Checkpoints:
         self._trainer, self._notices = trainer, Notices()
         self.parts = dict(parts)
         self.sampler: Any = None  # the one that training draws its prompts from
+        self._chosen: str | None = None
 
     # ---- train() is called -----------------------------------------------------------------------------------------
     def chosen(self, wanted: str | bool | None) -> str | bool | None:
@@ -75,6 +78,7 @@ class Checkpoints:
         if isinstance(wanted, str | os.PathLike):
             wanted = os.fspath(wanted)
             self._check(Path(wanted))
+        self._chosen = wanted if isinstance(wanted, str) else None
         return wanted
 
     def _newest(self) -> str | bool:
@@ -135,6 +139,43 @@ class Checkpoints:
         return View(tuple(missing), self._state_file(checkpoint).is_file())
 
     # ---- a checkpoint is written -----------------------------------------------------------------------------------
+    @contextmanager
+    def writing(self, folder: str) -> Iterator[None]:
+        """For the duration of upstream's saving: what it raises (a full disk, mostly, and without saying where) names the checkpoint."""
+        self.begins(folder)
+        try:
+            yield
+        except Exception as error:
+            raise OSError(
+                f"Checkpoint {folder} could not be written ({type(error).__name__}: {str(error).rstrip('.')}). Earlier ones are as "
+                "they were. Make room there, or lower save_total_limit, and go on with resume_from_checkpoint=True, which passes "
+                "over what is not complete."
+            ) from error
+
+    @contextmanager
+    def one_before_failing(self) -> Iterator[None]:
+        """For the duration of training: where the engine fails on all ranks, they write a checkpoint before they raise."""
+        try:
+            yield
+        except EngineFailed as failure:
+            if not failure.together:
+                raise
+            raise EngineFailed(f"{failure} {self._last_words()}", together=True) from failure
+
+    def _last_words(self) -> str:
+        """Write a checkpoint, unless there is one of this step, and say where it is. A collective."""
+        trainer, step = self._trainer, self._trainer.state.global_step
+        if step == 0:
+            return "No optimizer step was taken, so there is nothing to save."
+        folder = Path(trainer.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        trainer.generations.failed()
+        try:
+            if fault(self._views([folder])[0]) is not None:
+                trainer._save_checkpoint(trainer.model, trial=None)
+        except OSError as error:
+            return str(error)
+        return f"{folder} holds the run up to here; go on from it with resume_from_checkpoint=True."
+
     def begins(self, folder: str) -> None:
         """What stands under that name, from a run that was stopped later on, is incomplete from now on."""
         if self._trainer.args.should_save:
@@ -145,7 +186,8 @@ class Checkpoints:
         trainer = self._trainer
         slices = trainer._buffered_inputs
         rollouts = {"step": trainer._step, "slices": slices} if slices is not None else None
-        if not self._savable(rollouts):
+        # Amid a window the slices may be of a later batch than the window began with: a resumed run generates afresh.
+        if not trainer.anchors.position.between_steps or not self._savable(rollouts):
             rollouts = None
         state = {
             "rank": self._rank,
@@ -192,6 +234,14 @@ class Checkpoints:
         """A resumed run is to see the epoch's permutation: those of the epochs that are over are drawn and thrown away."""
         for _ in range(self._trainer.anchors.position.epochs_over if self.sampler is not None else 0):
             next(iter(self.sampler), None)
+        if self.run_is_over:
+            self.restore(self._chosen)  # no epoch begins, where upstream restores its own ...
+            self._trainer.model.train()  # ... and turns it on; the last log is one of training
+
+    @property
+    def run_is_over(self) -> bool:
+        """Whether no optimizer step is left: killed past its last checkpoint, say. Upstream would take one more and then look."""
+        return self._trainer.state.global_step >= self._trainer.state.max_steps
 
     def restore(self, checkpoint: str | None) -> None:
         if checkpoint is None or not self._reads or not self._state_file(checkpoint).is_file():

@@ -5,12 +5,13 @@ per-rollout seeds. Generation itself, and the engine of server mode, are TRL's.
 """
 
 import difflib
+import functools
 import glob
 import logging
 import math
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -18,10 +19,11 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 
-from grpo_ext import _trl
+from grpo_ext import _trl, ranks
 from grpo_ext.rollout.adapter import adapter_payload, check_pushable_adapter
 from grpo_ext.rollout.names import CheckpointNames
 from grpo_ext.rollout.rehearse import rehearse_push
+from grpo_ext.rollout.retry import EngineFailed, tried_twice
 from grpo_ext.rollout.seeds import EngineCall, GenerationCount, prompt_key, rollout_seeds
 from grpo_ext.rollout.weights import base_model, iter_weights, weight_units
 from grpo_ext.timing import PhaseTimes
@@ -45,6 +47,7 @@ class ColocatedEngine(VLLMGeneration):
         rollout_seed: base of the per-rollout seeds, or None to let the engine draw.
         generations: numbers the generation batches, for the seeds; told by the trainer where one begins.
         phase_times: where generation ("gen") and pushes ("sync_weights") are timed.
+        retried: told, where a generation took a second try, on how many ranks.
 
     Raises:
         ValueError: for an adapter that cannot be pushed, or weights that do not fit the engine.
@@ -60,6 +63,7 @@ class ColocatedEngine(VLLMGeneration):
         rollout_seed: int | None = None,
         generations: GenerationCount | None = None,
         phase_times: PhaseTimes | None = None,
+        retried: Callable[[int], None] | None = None,
         generation_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ):
@@ -73,6 +77,7 @@ class ColocatedEngine(VLLMGeneration):
         self.pushes = 0
         self.sampling_params: Any = None  # of the last generation, what `generation_kwargs` asked for included
         self.generations = generations or GenerationCount()
+        self._retried = retried or (lambda ranks: None)
         super().__init__(*args, generation_kwargs=generation_kwargs, **kwargs)
 
     # ---- start -----------------------------------------------------------------------------------------------------
@@ -176,14 +181,50 @@ class ColocatedEngine(VLLMGeneration):
 
     # ---- rollouts --------------------------------------------------------------------------------------------------
     def generate(self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None) -> tuple:
-        """As TRL's, with a seed of its own for every rollout where seeds are in use, and under the pushed adapter."""
-        call, engine_generate = self.generations.call(), self.llm.generate
+        """As TRL's, with a seed of its own for every rollout where seeds are in use, and under the pushed adapter; tried twice.
+
+        Ranks agree on a second try in the first call of a generation batch, which all of them make. A tensor-parallel engine
+        has none: its ranks are in step with each other inside the engine, and one that leaves it cannot get back in.
+        """
+        call, accelerator, seeds = self.generations.call(), self.accelerator, None
+        if self.rollout_seed is not None and self.tensor_parallel_size == 1:
+            seeds = self._seeds(call, [prompt_key(ids) for ids in prompts])  # ahead of what may fail: it is a collective
+
+        def attempt() -> tuple:
+            return self._generate_once(call, seeds, prompts, images, num_generations, profiler)
+
+        if self.tensor_parallel_size > 1:
+            try:
+                return attempt()
+            except Exception as error:
+                raise EngineFailed(
+                    f"The engine failed in generate: {type(error).__name__}: {str(error).rstrip('.')}. It spans "
+                    f"{self.tensor_parallel_size} ranks, which have lost step with each other, so it cannot be asked again, nor can "
+                    "a checkpoint be written. Go on from the newest one with resume_from_checkpoint=True.",
+                    together=False,
+                ) from error
+        together = call.turn == 0 or ranks.is_alone(accelerator)
+        from_all = functools.partial(ranks.from_all, accelerator) if together else (lambda fault: [fault])
+        generator = torch.get_rng_state()  # the engine draws from it, and after it TRL's shuffle does
+
+        def recover() -> None:
+            _trl.drop_requests(self.llm)
+            torch.set_rng_state(generator)
+
+        result, retries = tried_twice(attempt, recover, from_all, together)
+        if retries:
+            self._retried(retries)
+        return result
+
+    def _generate_once(self, call: EngineCall, seeds: list[int] | None, *args: Any) -> tuple:
+        """TRL's `generate`, each request with its own of `seeds`."""
+        engine_generate = self.llm.generate
 
         def generate(requests: list, sampling_params: Any, **kwargs: Any) -> list:
             self.sampling_params = sampling_params
             if self.rollout_seed is not None:
-                keys = [prompt_key(request["prompt_token_ids"]) for request in requests]
-                sampling_params = [_with_seed(sampling_params, seed) for seed in self._seeds(call, keys)]
+                own = seeds or self._seeds(call, [prompt_key(request["prompt_token_ids"]) for request in requests])
+                sampling_params = [_with_seed(sampling_params, seed) for seed in own]
             if self.pushes_adapter:
                 kwargs["lora_request"] = _lora_request()
             return engine_generate(requests, sampling_params=sampling_params, **kwargs)
@@ -191,7 +232,7 @@ class ColocatedEngine(VLLMGeneration):
         self.llm.generate = generate
         try:
             with self.phase_times.phase("gen"):
-                return super().generate(prompts, images, num_generations, profiler)
+                return super().generate(*args)
         finally:
             del self.llm.generate
 

@@ -55,6 +55,13 @@ def test_the_rng_state_is_loaded_once_after_the_data_are_skipped_and_before_the_
         assert f"self.{name} = " in loop
 
 
+def test_a_run_that_is_over_trains_on_unless_its_epochs_are_skipped():
+    """It can go when `_run_epoch` looks at `global_step` before its first micro-step."""
+    text = source(Trainer._run_epoch)
+    assert "max_steps" not in text[: text.index("self.training_step(")]
+    assert "self._run_epoch(" in source(Trainer._inner_training_loop)
+
+
 def test_what_train_takes():
     assert list(inspect.signature(Trainer.train).parameters)[:2] == ["self", "resume_from_checkpoint"]
     assert "train" not in vars(GRPOTrainer)

@@ -153,3 +153,14 @@ def test_a_generation_is_eight_things_and_a_turn_is_two():
     assert "return completion_ids, logprobs" in source(GRPOTrainer._generate_single_turn)
     assert 'tool_mask = extra_fields.pop("env_mask", None)' in source(GRPOTrainer._generate)
     assert "self.rollout_func(prompts, self)" in source(GRPOTrainer._generate)
+
+
+def test_reward_functions_are_taken_from_a_list_when_they_are_called_and_then_gathered():
+    text = source(GRPOTrainer._calculate_rewards)
+    assert "zip(self.reward_funcs, self.reward_processing_classes, self.reward_func_names, strict=True)" in text
+    assert text.count("is_async_callable(reward_func)") == 1
+    assert text.index("reward_func(") < text.index("gather(rewards_per_func)")
+
+
+def test_the_log_takes_the_mean_of_what_is_in_a_list():
+    assert "sum(valid) / len(valid)" in source(GRPOTrainer.log)

@@ -29,6 +29,17 @@ def test_shared_memory_of_a_tensor_parallel_cpu_engine_is_named_by_one_function(
     assert "make_group_name(communicator)" in inspect.getsource(_CPUSHMDistributed.__init__)
 
 
+def test_an_engine_that_raises_keeps_its_requests():
+    """It can go, with `_trl.drop_requests`, when `_run_engine` aborts what it has not finished."""
+    from vllm.entrypoints.offline_utils import OfflineInferenceMixin
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    assert "abort" not in inspect.getsource(OfflineInferenceMixin._run_engine)
+    assert list(inspect.signature(LLMEngine.abort_request).parameters) == ["self", "request_ids", "internal"]
+    assert "self.request_states: dict[str, RequestState] = {}" in inspect.getsource(OutputProcessor.__init__)
+
+
 def test_lora_can_be_built_from_tensors():
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper

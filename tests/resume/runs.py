@@ -53,6 +53,7 @@ def make(
     prompts: int = 64,
     stream: bool = False,
     trainer: type = GRPOExtTrainer,
+    reward: Any = None,
     **config: Any,
 ) -> Any:
     """A trainer on the real engine, or on recorded rollouts."""
@@ -67,7 +68,7 @@ def make(
     rollouts = Replayed(vocab=98, completion=lognormal(6, 0.8, 24), prompt=uniform(2, 6))
     made = (trainer if engine else recorded(trainer))(
         model,
-        distinct_characters if engine else token_reward,
+        reward or (distinct_characters if engine else token_reward),
         GRPOExtConfig(**kwargs),
         sums(prompts).to_iterable_dataset() if stream else sums(prompts),
         sums(8) if evaluate else None,
