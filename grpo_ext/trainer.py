@@ -75,7 +75,7 @@ class GRPOExtMixin:
         self.kl_in_reward = KLInReward(self) if self._setting("kl_in_reward") else None
         self.monitor = ProbDiffMonitor(self.accelerator)
         self.anchors = Anchors(self)
-        self.rewards = RewardGuard(self, self._setting("reward_timeout_s"))
+        self.reward_guard = RewardGuard(self, self._setting("reward_timeout_s"))
         parts = {"monitor": self.monitor, "anchors": self.anchors, "generations": self.generations}
         if self.kl_in_reward is not None:
             parts["kl_in_reward"] = self.kl_in_reward
@@ -212,7 +212,7 @@ class GRPOExtMixin:
         return "train" if self.model.training else "eval"
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self.phase_times.phase("reward"), self.rewards.watching():
+        with self.phase_times.phase("reward"), self.reward_guard.watching():
             return self.odd_rows.judged(super()._calculate_rewards(*args, **kwargs))
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -133,6 +133,17 @@ def _main() -> None:
     module, function = target.split(":")
     result = getattr(importlib.import_module(module), function)(**json.loads((folder / "arguments.json").read_text()))
     (folder / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(result))
+    _leave()
+
+
+def _leave() -> None:
+    """Gloo's threads may abort a process that ends with its group alive; vLLM in the process takes the group down by itself."""
+    import torch
+
+    parallel = sys.modules.get("vllm.distributed.parallel_state")
+    engine = parallel is not None and parallel.model_parallel_is_initialized()
+    if torch.distributed.is_initialized() and not engine:
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

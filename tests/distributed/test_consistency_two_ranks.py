@@ -24,7 +24,7 @@ def test_two_ranks_have_the_aggregates_of_one(tmp_path):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("size", [1, 2], ids=["an engine each", "one engine"])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["an engine each", "one engine"])
 def test_one_dump_one_decision_and_a_cause(models, tmp_path, size):
     reports = run_ranks(
         "tests.distributed.consistency_jobs:stop_and_dump", tmp_path, zero3=True, timeout=300, model=models("qwen2"),

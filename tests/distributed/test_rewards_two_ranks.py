@@ -20,7 +20,7 @@ def values(history, name):
     return [entry[name] for entry in history if name in entry]
 
 
-@pytest.mark.parametrize("zero3", [True, False], ids=["zero3", "ddp"])
+@pytest.mark.parametrize("zero3", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["zero3", "ddp"])
 def test_stock_trl_trains_alike_on_the_penalised_reward(models, tmp_path, zero3):
     reports = run_ranks(
         "tests.distributed.rewards_jobs:penalised", tmp_path, zero3=zero3, timeout=300, model=models("qwen2"),
@@ -51,7 +51,7 @@ def test_stock_trl_trains_alike_on_the_penalised_reward(models, tmp_path, zero3)
     assert coefficients == pytest.approx([0.5, 0.5 * (1 - 0.2 * 32 / 64)])  # KL 0 at first, below the target
 
 
-@pytest.mark.parametrize("zero3", [True, False], ids=["zero3", "ddp"])
+@pytest.mark.parametrize("zero3", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["zero3", "ddp"])
 def test_odd_rows_of_one_rank(models, tmp_path, zero3):
     reports = run_ranks(
         "tests.distributed.rewards_jobs:odd", tmp_path, zero3=zero3, timeout=240, model=models("qwen2"), out=str(tmp_path)

@@ -18,7 +18,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("zero3", [True, False], ids=["zero3", "ddp"])
+@pytest.mark.parametrize("zero3", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["zero3", "ddp"])
 def test_two_ranks_train_as_stock_trl_does(models, tmp_path, zero3):
     arguments = dict(model=models("qwen2"), out=str(tmp_path), runs=RUNS)
     for report in run_ranks("tests.distributed.window_jobs:compare", tmp_path, zero3=zero3, timeout=480, **arguments):

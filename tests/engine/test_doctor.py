@@ -35,6 +35,7 @@ def test_health_with_a_recipe_and_lora(models, tmp_path):
     assert "engine 0.80, actor 0.80" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_recipe_that_truncates_fails(models, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("generation_kwargs:\n  top_k: 3\n")
@@ -45,7 +46,12 @@ def test_a_recipe_that_truncates_fails(models, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("temprature: 1.0\n", "temprature"), ("a: !!python/object:os.system {}\n", "tag"), ("\tx: 1\n", "tabs")]
+    ("text", "said"),
+    [
+        ("temprature: 1.0\n", "temprature"),
+        pytest.param("a: !!python/object:os.system {}\n", "tag", marks=pytest.mark.slow),
+        pytest.param("\tx: 1\n", "tabs", marks=pytest.mark.slow),
+    ],
 )
 def test_a_bad_recipe_is_refused(models, tmp_path, text, said):
     recipe = tmp_path / "recipe.yaml"
@@ -55,6 +61,7 @@ def test_a_bad_recipe_is_refused(models, tmp_path, text, said):
     assert said in result.stdout
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_there(tmp_path):
     result = command("--model", tmp_path / "nothing")
     assert (result.returncode, "Traceback" in result.stdout + result.stderr) == (1, False)
