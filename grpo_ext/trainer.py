@@ -224,10 +224,11 @@ class _RunEvents(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.step_times.begin(state.num_input_tokens_seen)
+        self._trainer.anchors.position.window_begins()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.step_times.end(state.num_input_tokens_seen)
-        self._trainer.anchors.position.window_ends()
+        self._trainer.anchors.position.step_ends()
         self._trainer.monitor.close(state.global_step)
 
 
