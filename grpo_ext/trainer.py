@@ -257,13 +257,14 @@ class _RunEvents(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.clock.steps.begin(state.num_input_tokens_seen)
+        self._trainer.anchors.position.window_begins()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.clock.optimizer_stepped()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.clock.steps.end(state.num_input_tokens_seen)
-        self._trainer.anchors.position.window_ends()
+        self._trainer.anchors.position.step_ends()
         report = self._trainer.monitor.close(state.global_step)
         self._trainer.guards.step_ended(report.metrics if report is not None else None)
 

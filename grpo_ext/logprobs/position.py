@@ -14,6 +14,7 @@ class LoopPosition:
         self._trainer = trainer
         self._in_epoch = self._in_window = 0  # micro-steps that are over
         self._resuming = False
+        self.between_steps = True  # whether no micro-step was taken since the last optimizer step
 
     @property
     def loop(self) -> Loop:
@@ -42,22 +43,21 @@ class LoopPosition:
         return self.version // updates_per_epoch(loop.epoch, loop.accumulation) if loop.epoch else 0
 
     def train_begins(self) -> None:
-        self._resuming, self._in_window = True, 0
+        self._resuming = self.between_steps = True
 
     def epoch_begins(self) -> None:
         args = self._trainer.args
         start = epoch_start(self.version, self.loop, self._trainer.state.max_steps, args.ignore_data_skip)
         self._in_epoch, self._resuming = start if self._resuming else 0, False
 
-    def window_ends(self) -> None:
+    def window_begins(self) -> None:
         self._in_window = 0
 
-    @property
-    def between_steps(self) -> bool:
-        """Whether no micro-step was taken since the last optimizer step."""
-        return self._in_window == 0
+    def step_ends(self) -> None:
+        self.between_steps = True
 
     def advance(self) -> None:
+        self.between_steps = False
         self._in_epoch += 1
         self._in_window += 1
 

@@ -14,6 +14,9 @@ class Sign(TrainerCallback):
     def __init__(self, folder: Any, stay: bool = False):
         self.folder, self.stay = Path(folder), stay
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        (self.folder / f"step{args.process_index}").write_text(str(state.global_step))
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         (self.folder / f"pid{args.process_index}").write_text(str(os.getpid()))
         (self.folder / f"step{args.process_index}").write_text(str(state.global_step))
