@@ -74,8 +74,8 @@ class Arranger:
             self._share = {"perf/real_token_share": real / processed}
         return self._share
 
-    def state_dict(self) -> dict[str, float]:
-        return {"real": self._real, "processed": self._processed}
+    def state_dict(self) -> dict[str, Any]:
+        return {"real": self._real, "processed": self._processed, "share": self._share}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self._real, self._processed = state["real"], state["processed"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._real, self._processed, self._share = state["real"], state["processed"], state["share"]
