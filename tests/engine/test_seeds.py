@@ -41,7 +41,7 @@ def test_seeds_in_the_engine(train, monkeypatch):
         monkeypatch.setattr(module, "gather_object", lambda mine, keys=keys: keys)
         found = []
         for rank, prompts in enumerate(ranks):
-            monkeypatch.setattr(engine, "accelerator", SimpleNamespace(process_index=rank))
+            monkeypatch.setattr(engine, "accelerator", SimpleNamespace(process_index=rank, num_processes=1))
             found += sampled(engine, prompts)
         assert found == whole
     engine.rollout_seed = 8
