@@ -22,7 +22,7 @@ demo soak: export OMP_NUM_THREADS = 1
 demo soak: export TORCH_CPP_LOG_LEVEL = ERROR
 endif
 
-.PHONY: help setup demo test test-long test-faults soak bench lint format types clean
+.PHONY: help setup demo test test-ranks test-long test-faults soak bench lint format types clean
 .DEFAULT_GOAL := help
 
 help: ## what can be typed
@@ -47,10 +47,13 @@ endif
 demo: $(STAMP) ## train a tiny model on sums until it can add (about two minutes on two cores)
 	$(BIN)/accelerate launch --config_file $(ACCELERATE) recipes/grpo_arithmetic.py --config recipes/grpo_arithmetic.yaml
 
-test: $(STAMP) ## the test suite: real engine, real two-rank ZeRO-3, no hub
-	$(BIN)/python -m pytest -m "not slow"
+test: $(STAMP) ## the test suite on one rank: real engine, no hub (about twelve minutes on two cores)
+	$(BIN)/python -m pytest -m "not slow and not distributed"
 
-test-long: $(STAMP) ## the tests that take longer, too
+test-ranks: $(STAMP) ## the tests on two ranks, under ZeRO-3 and DDP (about ten minutes)
+	$(BIN)/python -m pytest -m "distributed and not slow"
+
+test-long: $(STAMP) ## all of these, and those that take longer
 	$(BIN)/python -m pytest
 
 test-faults: $(STAMP) ## faults on purpose: 25 kills at random points, dying ranks, full disks
