@@ -28,7 +28,7 @@ from trl import TrlParser
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.timing import PhaseTimes
 
-STEPS, WARM = 200, 20
+STEPS, WARM = 120, 20
 
 
 class InTurns(TrainerCallback):
@@ -52,6 +52,8 @@ class InTurns(TrainerCallback):
         method = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
+            if name == "close":  # ranks meet here sooner or later: to wait for the slower one is no work of the monitor's
+                self.trainer.accelerator.wait_for_everyone()
             start = time.perf_counter()
             try:
                 return method(*args, **kwargs)

@@ -14,8 +14,13 @@ def reduced(accelerator: Any, sums: torch.Tensor, maxima: torch.Tensor) -> tuple
     if is_alone(accelerator):
         return sums, maxima
     sums, maxima = sums.clone(), maxima.clone()
-    torch.distributed.all_reduce(sums, op=torch.distributed.ReduceOp.SUM)
-    torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX)
+    operations = torch.distributed.ReduceOp
+    under_way = [
+        torch.distributed.all_reduce(tensor, op=op, async_op=True)
+        for tensor, op in ((sums, operations.SUM), (maxima, operations.MAX))
+    ]
+    for work in under_way:  # both at once: what they cost is the way there and back
+        work.wait()
     return sums, maxima
 
 
