@@ -12,7 +12,7 @@ import torch
 
 from grpo_ext import ranks
 from grpo_ext.consistency import keys
-from grpo_ext.consistency.prob_diff import token_diff
+from grpo_ext.consistency.prob_diff import diff_grid, token_diff
 from grpo_ext.consistency.sums import ConsistencySums, consistency_metrics, consistency_sums
 
 HISTORY, REMEMBERED = 1000, 50  # versions kept, and kept over a resume
@@ -112,7 +112,8 @@ class ProbDiffMonitor:
         sums, maxima = ranks.reduced(self._accelerator, mine.sums, maxima)
         self._last = ConsistencySums(sums, maxima[: len(mine.maxima)])
         if mode == "train":
-            self._grid = grid_of(maxima[len(mine.maxima) :].reshape(cells.shape))
+            cells = maxima[len(mine.maxima) :].reshape(cells.shape)
+            self._grid = diff_grid(cells, cells != NO_CELL, cells.size(1), cells.size(0))
             self._cells = None
         self._closed[mode] = self._closed[mode] + self._last if mode in self._closed else self._last
         return True
@@ -145,16 +146,6 @@ class ProbDiffMonitor:
         self._closed = {mode: ConsistencySums(**sums) for mode, sums in state["closed"].items()}
         self._version, self._grid = state["version"], state["grid"]
         self.reports.extend(VersionReport(*report) for report in state["reports"])
-
-
-def grid_of(cells: torch.Tensor) -> dict[str, float]:
-    """Entries of a (samples, positions) matrix, named by `keys.CELL`; NO_CELL is left out."""
-    return {
-        keys.CELL.format(sample=i, position=j): value
-        for i, row in enumerate(cells.tolist())
-        for j, value in enumerate(row)
-        if value != NO_CELL
-    }
 
 
 def _unpadded(ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:

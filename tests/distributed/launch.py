@@ -62,9 +62,21 @@ def kill_tree(pid: int) -> None:
     psutil.wait_procs(family, timeout=30)
 
 
+# What an engine in this process may have set, and a process of its own must not inherit.
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def forget_launcher() -> None:
+    for name in LAUNCHER_VARIABLES:
+        os.environ.pop(name, None)
+
+
 def environment() -> dict[str, str]:
-    dropped = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # an engine in this process may have set them
-    kept = {name: value for name, value in os.environ.items() if name not in dropped and not name.startswith("ACCELERATE_")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in LAUNCHER_VARIABLES and not name.startswith("ACCELERATE_")
+    }
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 

@@ -1,15 +1,3 @@
-import pytest
-import torch
+"""The same model and thread as the trainer's tests."""
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def model(models):
-    return models("qwen2")
+from tests.trainer.conftest import model, one_thread  # noqa: F401

@@ -1,12 +1,12 @@
 """SIGKILL at a random point of a run, with a checkpoint at every step: resumed, it ends as the run that was left alone."""
 
 import multiprocessing
-import os
 import random
 import time
 
 import pytest
 
+from tests.distributed.launch import forget_launcher
 from tests.faults.signs import Sign
 from tests.resume.runs import train
 
@@ -25,14 +25,7 @@ def whole(models, tmp_path_factory):
 
 
 def child(arguments):
-    for name in (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    ):  # an engine of the parent's may have set them
-        os.environ.pop(name, None)
+    forget_launcher()
     train(before=lambda trainer: trainer.add_callback(Sign(arguments["out"], stay=True)), **arguments)
 
 

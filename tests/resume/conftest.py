@@ -1,19 +1,3 @@
-import os
+"""The same model and thread as the trainer's tests."""
 
-import pytest
-import torch
-
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def model(models):
-    return models("qwen2")
+from tests.trainer.conftest import model, one_thread  # noqa: F401

@@ -7,6 +7,7 @@ import signal
 from typing import Any
 
 import grpo_ext.files
+from tests.distributed.launch import forget_launcher
 from tests.resume import runs
 
 
@@ -41,14 +42,7 @@ def run(point: str, step: int, **arguments: Any) -> int | None:
 
 
 def _train(point: str, step: int, arguments: dict[str, Any]) -> None:
-    for name in (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    ):  # an engine of the parent's may have set them
-        os.environ.pop(name, None)
+    forget_launcher()
 
     def arm(trainer: Any) -> None:
         begins = trainer.checkpoints.begins
