@@ -82,7 +82,8 @@ def test_without_one_the_other_notices_by_itself(models, tmp_path):
     assert status != 0
     output = (tmp_path / "output1").read_text(errors="replace")
     assert re.search(r"Connection (closed|reset) by peer.*Check the logs of the remote worker", output)
-    assert "deepspeed/runtime/engine.py" in output
+    # Which of a step's collectives it is depends on when the neighbour died; all of them lie inside the training loop.
+    assert "transformers/trainer.py" in output
 
 
 @pytest.mark.slow
