@@ -9,19 +9,22 @@ def is_alone(accelerator: Any) -> bool:
     return accelerator.num_processes == 1
 
 
-def reduced(accelerator: Any, sums: torch.Tensor, maxima: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`sums` added and `maxima` taken over all ranks: one SUM and one MAX reduction, in the dtype given."""
-    if is_alone(accelerator):
-        return sums, maxima
-    sums, maxima = sums.clone(), maxima.clone()
-    operations = torch.distributed.ReduceOp
-    under_way = [
-        torch.distributed.all_reduce(tensor, op=op, async_op=True)
-        for tensor, op in ((sums, operations.SUM), (maxima, operations.MAX))
-    ]
-    for work in under_way:  # both at once: what they cost is the way there and back
-        work.wait()
-    return sums, maxima
+class Reduction:
+    """`sums` added and `maxima` taken over all ranks, in the dtype given: one SUM and one MAX reduction, under way from here on.
+    `result` waits for both."""
+
+    def __init__(self, accelerator: Any, sums: torch.Tensor, maxima: torch.Tensor):
+        self._tensors, self._work = (sums, maxima), []
+        if not is_alone(accelerator):
+            self._tensors = sums.clone(), maxima.clone()
+            operations = torch.distributed.ReduceOp.SUM, torch.distributed.ReduceOp.MAX
+            for tensor, operation in zip(self._tensors, operations, strict=True):
+                self._work.append(torch.distributed.all_reduce(tensor, op=operation, async_op=True))
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+        while self._work:
+            self._work.pop().wait()
+        return self._tensors
 
 
 def gathered_on_main(accelerator: Any, item: Any) -> list[Any] | None:

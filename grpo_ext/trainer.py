@@ -176,8 +176,7 @@ class GRPOExtMixin:
     # ---- rollouts --------------------------------------------------------------------------------------------------
     def _generate(self, prompts: list) -> tuple:
         self.generations.begins(self._mode)
-        self.odd_rows.begins()
-        with self.clock.generation(len(prompts)):
+        with self.clock.generation(len(prompts)), self.odd_rows.generating():
             result = super()._generate(prompts)
         result = self.odd_rows.hidden(result)
         completion_ids, tool_mask, logprobs = result[1], result[2], result[4]
@@ -204,7 +203,10 @@ class GRPOExtMixin:
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         with self.anchors.of_loss(model, self.batch_look(inputs)):
-            return super().compute_loss(model, inputs, *args, **kwargs)
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if self._mode == "train" and self.anchors.position.steps_now:
+            self.monitor.send()
+        return loss
 
     # ---- times and logs --------------------------------------------------------------------------------------------
     @property

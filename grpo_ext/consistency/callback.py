@@ -1,5 +1,6 @@
 """ProbDiffCallback: dumps the differences of single tokens, warns when rollouts and actor part, and stops the run if asked to."""
 
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -128,9 +129,11 @@ class ProbDiffCallback(TrainerCallback):
 
     # ---- thresholds ------------------------------------------------------------------------------------------------
     def _judge(self, report: VersionReport, control: Any) -> None:
-        means = [each.metrics[keys.MEAN] for each in self._trainer.monitor.reports if keys.MEAN in each.metrics]
         if keys.MEAN not in report.metrics:
             return
+        newest = reversed(self._trainer.monitor.reports)
+        known = (each.metrics[keys.MEAN] for each in newest if keys.MEAN in each.metrics)
+        means = list(islice(known, max(2, self.patience)))[::-1]
         stops = self.stop is not None and len(means) >= self.patience and min(means[-self.patience :]) > self.stop
         sick = [self.warn is not None and mean > self.warn for mean in means[-2:]]
         if stops or sick in ([True], [False, True]):

@@ -1,7 +1,8 @@
 """Follows what rollouts and actor gave the same tokens through a run, at no forward of its own, exact over all ranks.
 
-Sums are kept by mode and reduced when an optimizer step ends: one SUM and one MAX reduction. What was gathered between two
-steps belongs to one policy version, since rollouts are only compared at the version that generated them.
+Sums are kept by mode and reduced once per optimizer step: one SUM and one MAX reduction, which start after the step's last
+forward and travel while its backward runs. What was gathered between two steps belongs to one policy version, since rollouts are
+only compared at the version that generated them.
 """
 
 from collections import deque
@@ -44,11 +45,13 @@ class ObservedRows:
 
 
 class ProbDiffMonitor:
-    """One per trainer. `observe` rows as their actor log-probs become known, `close` at a step's end, `drain` at a log."""
+    """One per trainer. `observe` rows as their actor log-probs become known, `send` after a step's last forward, `close` at its
+    end, `drain` at a log."""
 
     def __init__(self, accelerator: Any):
         self._accelerator = accelerator
         self._open: dict[str, ConsistencySums] = {}  # of this rank
+        self._sent: _Sent | None = None  # of a training step, on its way
         self._closed: dict[str, ConsistencySums] = {}  # of all ranks, since the last log
         self._version = -1
         self._closed_step: int | None = None
@@ -93,34 +96,49 @@ class ProbDiffMonitor:
         shown = mask[first, :tokens].bool() & ~d.isnan()
         self._cells[rows["row_id"][first], : d.size(1)] = torch.where(shown, d.double(), NO_CELL)
 
+    def send(self) -> None:
+        """Start to reduce what was observed in training, where no reduction is under way. A collective: ranks observe alike, in
+        slices of equal number, so either all of them have something to send."""
+        if self._sent is None and "train" in self._open:
+            self._sent = _Sent(self._accelerator, self._open.pop("train"), self._cells)
+            self._cells = None
+
     def close(self, step: int) -> VersionReport | None:
         """The report of what was observed in training since the last step; None if nothing was. A collective, once per step."""
         if self._closed_step != step:
             self._closed_step = step
             self.closed_rows, self._rows = self._rows, []
-            if self._reduce("train"):
-                self.reports.append(VersionReport(step, self._version, consistency_metrics(self._last)))
+            sums = self._received()
+            if sums is not None:
+                self.reports.append(VersionReport(step, self._version, consistency_metrics(sums)))
         return self.reports[-1] if self.reports and self.reports[-1].step == step else None
 
-    def _reduce(self, mode: str) -> bool:
-        """Reduce what is open. Ranks observe alike, in slices of equal number, so either all of them get past the first line."""
-        if mode not in self._open:
-            return False
-        mine = self._open.pop(mode)
-        cells = self._cells if mode == "train" and self._cells is not None else mine.maxima.new_zeros(0, 0)
-        maxima = torch.cat([mine.maxima, cells.flatten()])  # a cell is known to one rank: the others have less
-        sums, maxima = ranks.reduced(self._accelerator, mine.sums, maxima)
-        self._last = ConsistencySums(sums, maxima[: len(mine.maxima)])
-        if mode == "train":
-            cells = maxima[len(mine.maxima) :].reshape(cells.shape)
-            self._grid = diff_grid(cells, cells != NO_CELL, cells.size(1), cells.size(0))
-            self._cells = None
-        self._closed[mode] = self._closed[mode] + self._last if mode in self._closed else self._last
-        return True
+    def _received(self) -> ConsistencySums | None:
+        """The training sums of all ranks that are not in `_closed` yet, put there; None where nothing was observed."""
+        found: ConsistencySums | None = None
+        grid: dict[str, float] = {}
+        self.send()
+        while self._sent is not None:  # twice, where rows were observed after the step's last forward
+            sums, cells = self._sent.received()
+            found = found + sums if found is not None else sums
+            if cells is not None:
+                grid |= diff_grid(cells, cells != NO_CELL, cells.size(1), cells.size(0))
+            self._sent = None
+            self.send()
+        if found is not None:
+            self._add("train", found)
+            self._grid = grid
+        return found
+
+    def _add(self, mode: str, sums: ConsistencySums) -> None:
+        self._closed[mode] = self._closed[mode] + sums if mode in self._closed else sums
 
     def drain(self, mode: str) -> dict[str, float]:
         """Metrics of all that was observed in `mode` since the last call; {} where nothing was. A collective."""
-        self._reduce(mode)
+        if mode == "train":
+            self._received()
+        elif mode in self._open:
+            self._add(mode, _Sent(self._accelerator, self._open.pop(mode), None).received()[0])
         if mode not in self._closed:
             return {}
         metrics = consistency_metrics(self._closed.pop(mode))
@@ -146,6 +164,20 @@ class ProbDiffMonitor:
         self._closed = {mode: ConsistencySums(**sums) for mode, sums in state["closed"].items()}
         self._version, self._grid = state["version"], state["grid"]
         self.reports.extend(VersionReport(*report) for report in state["reports"])
+
+
+class _Sent:
+    """Sums of this rank, and single tokens of a step, on their way to all ranks: a token is known to one rank, the others have less."""
+
+    def __init__(self, accelerator: Any, mine: ConsistencySums, cells: torch.Tensor | None):
+        self._maxima, self._shape = len(mine.maxima), cells.shape if cells is not None else None
+        maxima = torch.cat([mine.maxima, cells.flatten()]) if cells is not None else mine.maxima
+        self._reduction = ranks.Reduction(accelerator, mine.sums, maxima)
+
+    def received(self) -> tuple[ConsistencySums, torch.Tensor | None]:
+        sums, maxima = self._reduction.result()
+        cells = maxima[self._maxima :].reshape(self._shape) if self._shape is not None else None
+        return ConsistencySums(sums, maxima[: self._maxima]), cells
 
 
 def _unpadded(ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:

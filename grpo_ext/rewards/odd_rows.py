@@ -4,7 +4,8 @@ What becomes of each stands in docs/rows.md; the arithmetic in `grpo_ext.batch.e
 of all ranks, for one generation batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,12 +23,20 @@ class OddRows:
         self._trainer, self._notices = trainer, Notices()
         self._empty: set[int] = set()
         self._first_turn = False
-        if trainer.rollout_func is not None:
-            trainer.rollout_func = self._filling(trainer.rollout_func)
 
     # ---- completions -----------------------------------------------------------------------------------------------
-    def begins(self) -> None:
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """For the duration of a generation: empty completions are filled, those of a user's `rollout_func` as well."""
+        trainer = self._trainer
         self._empty, self._first_turn = set(), True
+        rollout_func = trainer.rollout_func
+        if rollout_func is not None:
+            trainer.rollout_func = self._filling(rollout_func)
+        try:
+            yield
+        finally:
+            trainer.rollout_func = rollout_func
 
     def first_turn(self, completion_ids: list, logprobs: list | None) -> tuple[list, list | None]:
         """What an engine returned, a token in every row. Turns that follow a tool call may well add nothing to a row."""

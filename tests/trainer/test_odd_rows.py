@@ -82,6 +82,7 @@ def test_empty_completions(model, tmp_path, setting, tools):
 
     trainer = trained(model, tmp_path, func=spoiled(spoil, tools=tools), **setting)
     assert counted(trainer) == {"rows/empty": 2.0}
+    assert trainer.rollout_func is trainer.rollouts  # the user's own again
     rows = trainer.first
     learned = (rows["completion_mask"] * rows["tool_mask"]).sum(dim=1)
     assert [i for i, n in enumerate(learned.tolist()) if n == 0] == [0, 5]
