@@ -1,9 +1,10 @@
-"""One slice of one group, as stock TRL's rows and as a tree: seconds, peak memory, and how far log-probs and gradients are apart.
+"""One slice of one group, as stock TRL's rows and as a tree, attended to branch by branch and with a dense mask: seconds, peak
+memory, and how far log-probs and gradients are apart.
 
     python benchmarks/one_slice.py 512 8 256     # prompt, rollouts to a prompt, longest completion
 
 TRL's side is its log-prob method at the width of a generation batch of eight slices: the old pass, then forward and backward.
-Ours is the forward over the tree and its backward. CPU time on one thread, float32, the model of train_side.py; minutes at most."""
+Ours is the forward over the tree and its backward; the dense mask goes to the same kernel, and is there for comparison. CPU time on one thread, float32, the model of train_side.py; minutes at most."""
 
 import argparse
 import inspect
@@ -14,6 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -54,7 +56,7 @@ def make_model() -> tuple[Any, Any]:
 
 
 def main() -> None:
-    from grpo_ext.logprobs.tree_forward import score_as_trees
+    from grpo_ext.logprobs import tree_forward
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("prompt", "group", "cap"):
@@ -71,8 +73,14 @@ def main() -> None:
         return method(model, *rows, compute_entropy=True)[0]
 
     def tree(*rows: Any) -> torch.Tensor:
+        options = {"attention": "sdpa", "dtype": torch.float32, "compute_entropy": True}
         with _trl.labelled_positions_only():
-            return score_as_trees(method, model, *rows, attention="sdpa", dtype=torch.float32, compute_entropy=True)[0]
+            return tree_forward.score_as_trees(method, model, *rows, **options)[0]
+
+    def dense(*rows: Any) -> torch.Tensor:
+        masks = {"attention_inputs": lambda layout, *_: {"attention_mask": layout.dense_mask()}}
+        with patch.multiple(tree_forward, **masks):
+            return tree(*rows)
 
     def measure(score: Any, rows: tuple) -> tuple[float, float, torch.Tensor, torch.Tensor]:
         model.zero_grad()
@@ -84,13 +92,16 @@ def main() -> None:
         grads = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
         return seconds, memory.mib, logps.detach(), grads
 
-    for score in (stock, tree):
+    for score in (stock, tree, dense):
         measure(score, make_rows(16, 4, 16, 0))
     rows = make_rows(options.prompt, options.group, options.cap, options.seed)
-    (s, m, logps, grads), (own_s, own_m, own_logps, own_grads) = (measure(score, rows) for score in (stock, tree))
-    apart, gradient = (logps - own_logps).abs().max(), (grads - own_grads).norm() / grads.norm()
-    print(f"seconds {own_s:.2f} / {s:.2f} = {own_s / s:.3f}   peak MiB {own_m:.0f} / {m:.0f} = {own_m / m:.2f}", end="   ")
-    print(f"log-probs apart {float(apart):.1e}, gradient {float(gradient):.1e} relative")
+    s, m, logps, grads = measure(stock, rows)
+    print(f"TRL's rows         {s:6.2f} s {m:7.0f} MiB")
+    for name, score in (("branch by branch", tree), ("dense mask", dense)):
+        own_s, own_m, own_logps, own_grads = measure(score, rows)
+        apart, gradient = (logps - own_logps).abs().max(), (grads - own_grads).norm() / grads.norm()
+        print(f"{name:<19}{own_s:6.2f} s {own_m:7.0f} MiB", f"{own_s / s:7.3f} {own_m / m:7.3f}", end="   ")
+        print(f"log-probs apart {float(apart):.1e}, gradient {float(gradient):.1e} relative")
 
 
 if __name__ == "__main__":
