@@ -4,6 +4,8 @@ The model is built from its configuration on the meta device: no weight is loade
 DeepSpeed are imported by the functions that need them.
 """
 
+import math
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,12 +75,12 @@ def device_of(given: str | None) -> tuple[str | None, int | None]:
     known = {name.lower(): (name, size * GB) for name, size in DEVICES.items()}
     if given.lower() in known:
         return known[given.lower()]
-    try:
-        return f"{float(given):g} GB", int(float(given) * GB)
-    except ValueError:
-        raise NoEstimate(
-            f"device {given!r} is not known. Give one of {', '.join(DEVICES)}, or its memory in GB, as in --device 48."
-        ) from None
+    with suppress(ValueError):
+        if 0 < float(given) < math.inf:
+            return f"{float(given):g} GB", int(float(given) * GB)
+    raise NoEstimate(
+        f"device {given!r} is not known. Give one of {', '.join(DEVICES)}, or its memory in GB, as in --device 48."
+    )
 
 
 def parameters_of(model: str) -> tuple[int, int]:

@@ -101,6 +101,9 @@ def test_devices():
     assert device_of("l40s") == ("L40S", 48 * GB) and device_of("48") == ("48 GB", 48 * GB)
     with pytest.raises(NoEstimate, match="A100-40, A100-80"):
         device_of("A100")
+    for size in ("inf", "nan", "0", "-8"):
+        with pytest.raises(NoEstimate, match="its memory in GB"):
+            device_of(size)
     assert all(name == device_of(name)[0] for name in DEVICES)
 
 
