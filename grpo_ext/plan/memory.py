@@ -90,18 +90,31 @@ def parameters_of(model: str) -> tuple[int, int]:
 
     try:  # code that a checkpoint brings along is never run
         config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers validates as it reads: any kind may come
         raise NoEstimate(
-            f"The configuration of {model!r} is not at hand ({str(error).splitlines()[0]}). Give a local directory with its "
-            "config.json, or download the model first."
+            f"The configuration of {model!r} is not at hand ({_said(error)}). Give a local directory with its config.json, or "
+            "download the model first."
         ) from None
-    with torch.device("meta"):
+    refused: list[Exception] = []
+    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
         try:
-            built = AutoModelForCausalLM.from_config(config)
-        except ValueError:
-            built = AutoModelForImageTextToText.from_config(config)
+            with torch.device("meta"):
+                built = kind.from_config(config)
+            break
+        except Exception as error:
+            refused.append(error)
+    else:
+        raise NoEstimate(
+            f"No model can be built from the configuration of {model!r} ({_said(refused[0])}). Give that of a decoder."
+        )
     largest = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in built.modules())
     return sum(p.numel() for p in built.parameters()), largest
+
+
+def _said(error: Exception) -> str:
+    """The first line of an error that says something."""
+    lines = [line.strip().rstrip(".") for line in str(error).splitlines() if line.strip() and not line.endswith(":")]
+    return lines[0] if lines else type(error).__name__
 
 
 def deepspeed_estimate(parameters: int, largest: int, processes: int, zero: Zero) -> tuple[int, int]:
