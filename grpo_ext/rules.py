@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_ext.rollout.sampling import SamplingSettings, as_mapping, effective_sampling, listed, neutral
+from grpo_ext.rollout.sampling import OFF, SamplingSettings, as_mapping, effective_sampling, listed, neutral
 from grpo_ext.rollout.sampling_values import (
-    OFF,
     TEMPERATURES,
     generation_kwargs,
     is_number,
@@ -176,10 +175,10 @@ def generation_kwargs_as_mapping(s: Any, processes: int) -> Iterator[Problem]:
 
 def sampled_temperature(s: Any, processes: int) -> Iterator[Problem]:
     kwargs, (lowest, highest) = generation_kwargs(s) or {}, TEMPERATURES
-    temperatures = {"temperature": s.temperature}
+    temperatures, fix = {"temperature": s.temperature}, {}
     if "temperature" in kwargs:
         temperatures["generation_kwargs['temperature']"] = kwargs["temperature"]
-    fix = {"generation_kwargs": mended_kwargs(s)} if kwargs else {}
+        fix = {"generation_kwargs": mended_kwargs(s)}
     found = []
     for name, value in temperatures.items():
         fixes = {"temperature": 1.0, **fix} if name == "temperature" else fix

@@ -12,6 +12,9 @@ from typing import Any
 # Restrictions whose effect on a token depends on text or state that is not replayed.
 _STATEFUL = ("structured_outputs", "bad_words", "thinking_token_budget")
 
+# Fields of `GRPOConfig` with the values at which they change nothing.
+OFF: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+
 
 @dataclass(frozen=True)
 class SamplingSettings:
@@ -85,7 +88,7 @@ def effective_sampling(args: Any) -> dict[str, Any]:
 
 
 def _fields(args: Any) -> dict[str, Any]:
-    return {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    return {name: getattr(args, name) for name in ("temperature", *OFF)}
 
 
 def as_mapping(value: Any) -> Any:
@@ -97,8 +100,7 @@ def neutral(args: Any) -> dict[str, Any]:
     """The settings, by field of `GRPOConfig`, that take the departures away. `generation_kwargs` that are left empty are None."""
     departures = SamplingSettings.of(effective_sampling(args)).departures
     own = SamplingSettings.of(_fields(args)).departures
-    off = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
-    found = {name: value for name, value in off.items() if name in departures and name in own}
+    found = {name: value for name, value in OFF.items() if name in departures and name in own}
     if args.vllm_structured_outputs_regex:
         found["vllm_structured_outputs_regex"] = None
     kwargs = as_mapping(args.generation_kwargs) or {}

@@ -9,10 +9,9 @@ from numbers import Real
 from types import SimpleNamespace
 from typing import Any
 
-from grpo_ext.rollout.sampling import as_mapping
+from grpo_ext.rollout.sampling import OFF, as_mapping
 
 TEMPERATURES = (0.01, 2.0)  # lower ones vLLM raises to the first without failing, higher ones it refuses
-OFF: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
 
 
 def is_number(value: Any) -> bool:
