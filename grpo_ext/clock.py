@@ -53,8 +53,7 @@ class Clock:
     def trains_on(self, rows: Rows) -> None:
         """A loss over `rows` is about to be computed."""
         if self._peak is not None:
-            tokens = int(rows["prompt_mask"].sum() + rows["completion_mask"].sum())
-            self.steps.trained(tokens * self._trainer.accelerator.num_processes * self._flops_per_token)
+            self.steps.trained(float(rows["real_tokens"]) * self._flops_per_token)
 
     def optimizer_stepped(self) -> None:
         if self._computed_at is not None:

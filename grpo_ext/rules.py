@@ -10,11 +10,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_ext.rollout.sampling import SamplingSettings, as_mapping, effective_sampling, neutral
+from grpo_ext.rollout.sampling import OFF, SamplingSettings, as_mapping, effective_sampling, listed, neutral
+from grpo_ext.rollout.sampling_values import (
+    TEMPERATURES,
+    generation_kwargs,
+    is_number,
+    mended,
+    mended_kwargs,
+    refused_fields,
+    refused_kwargs,
+)
 
 WEIGHT_SYNCS = ("merged", "adapter")
 OLD_LOGPS = ("window", "always", "rollout")
 SHARED_PROMPT: dict[str, Any] = {"auto": "auto", "true": True, "false": False}  # as a command line says it
+EVAL_STRATEGIES = ("no", "steps", "epoch")
+VLLM_MODES = ("colocate", "server")
 VLLM_DTYPES = ("float32", "bfloat16", "float16")
 SAMPLING_MISMATCHES = ("warn", "error", "correct")
 # Losses whose gradient over an optimizer window does not depend on which of its slices a row sits in.
@@ -125,9 +136,21 @@ def whole_groups(s: Any, processes: int) -> Iterator[Problem]:
 
 
 def whole_groups_in_evaluation(s: Any, processes: int) -> Iterator[Problem]:
-    if getattr(s.eval_strategy, "value", s.eval_strategy) == "no":
+    strategy = getattr(s.eval_strategy, "value", s.eval_strategy)
+    if strategy == "no":
         return
-    groups = s.num_generations_eval or group_size(s)
+    if strategy not in EVAL_STRATEGIES:
+        yield Problem(
+            f"eval_strategy={strategy!r} is none of {', '.join(EVAL_STRATEGIES)}. Set 'steps', with eval_steps, or 'no'.",
+            {"eval_strategy": "no"},
+        )
+    if s.num_generations_eval is not None and s.num_generations_eval < 0:
+        yield Problem(
+            f"num_generations_eval={s.num_generations_eval}: an evaluation needs at least 1 completion a prompt. Leave it unset to "
+            "take num_generations.",
+            {"num_generations_eval": None},
+        )
+    groups = max(0, s.num_generations_eval or 0) or group_size(s)
     batch = s.per_device_eval_batch_size * processes
     if batch < 1 or batch % groups:
         unit = groups // math.gcd(processes, groups)
@@ -141,32 +164,58 @@ def whole_groups_in_evaluation(s: Any, processes: int) -> Iterator[Problem]:
 
 
 # ---- sampling and the engine -----------------------------------------------------------------------------------------
-def sampled_temperature(s: Any, processes: int) -> Iterator[Problem]:
-    kwargs = as_mapping(s.generation_kwargs) or {}
-    if not isinstance(kwargs, dict):
+def generation_kwargs_as_mapping(s: Any, processes: int) -> Iterator[Problem]:
+    if generation_kwargs(s) is None:
         yield Problem(
-            f"generation_kwargs={kwargs!r} is no mapping. Give a dict, or a JSON object such as '{{\"seed\": 1}}' on the command "
-            "line.",
+            f"generation_kwargs={s.generation_kwargs!r} is no mapping. Give a dict, or a JSON object such as "
+            "'{\"min_p\": 0.1}' on the command line.",
             {"generation_kwargs": None},
         )
-        kwargs = {}
-    temperatures = {"temperature": s.temperature}
+
+
+def sampled_temperature(s: Any, processes: int) -> Iterator[Problem]:
+    kwargs, (lowest, highest) = generation_kwargs(s) or {}, TEMPERATURES
+    temperatures, fix = {"temperature": s.temperature}, {}
     if "temperature" in kwargs:
         temperatures["generation_kwargs['temperature']"] = kwargs["temperature"]
-    without = {"generation_kwargs": {key: value for key, value in kwargs.items() if key != "temperature"} or None}
-    bad = {name: value for name, value in temperatures.items() if not isinstance(value, int | float) or not value > 0}
-    for name, value in bad.items():
-        yield Problem(
-            f"{name}={value}: log-probs are those of the distribution that was sampled, logits / temperature, which "
-            "does not exist at 0 (greedy decoding also makes all completions of a group equal). Set "
-            "temperature=1.0, or any value above 0.",
-            {"temperature": 1.0} if name == "temperature" else without,
-        )
-    if not bad and len(set(temperatures.values())) > 1:
+        fix = {"generation_kwargs": mended_kwargs(s)}
+    found = []
+    for name, value in temperatures.items():
+        fixes = {"temperature": 1.0, **fix} if name == "temperature" else fix
+        if not is_number(value) or value <= 0:
+            text = (
+                f"{name}={value}: log-probs are those of the distribution that was sampled, logits / temperature, which "
+                "exists for a finite number above 0 only (greedy decoding also makes all completions of a group equal). Set "
+                "temperature=1.0."
+            )
+            found.append(Problem(text, fixes))
+        elif s.use_vllm and not lowest <= value <= highest:
+            text = (
+                f"{name}={value}: vLLM samples at temperatures from {lowest} to {highest}. A lower one it takes for {lowest}, while "
+                "the trainer scores at what is given. Set temperature=1.0, or any value between the two."
+            )
+            found.append(Problem(text, fixes))
+    yield from found
+    if not found and len(set(temperatures.values())) > 1:
         yield Problem(
             f"generation_kwargs['temperature']={kwargs['temperature']} while temperature={s.temperature}: the engine "
             "would sample at one and the trainer score at the other. Set temperature alone.",
-            without,
+            fix,
+        )
+
+
+def sampling_that_vllm_takes(s: Any, processes: int) -> Iterator[Problem]:
+    if not s.use_vllm:
+        return
+    for name, wanted in refused_fields(s).items():
+        yield Problem(
+            f"{name}={getattr(s, name)!r}: {wanted} is needed. Set {name}={OFF[name]}, which is off.", {name: OFF[name]}
+        )
+    for name, wanted in refused_kwargs(s).items():
+        value = (generation_kwargs(s) or {})[name]
+        yield Problem(
+            f"generation_kwargs[{name!r}]={value!r}: {wanted} is needed. Take it out of generation_kwargs.",
+            {"generation_kwargs": mended_kwargs(s)},
         )
 
 
@@ -174,14 +223,22 @@ def engines_of_equal_size(s: Any, processes: int) -> Iterator[Problem]:
     size = s.vllm_tensor_parallel_size
     if size < 1 or (s.use_vllm and s.vllm_mode == "colocate" and processes % size):
         works = [n for n in range(1, processes + 1) if processes % n == 0]
+        more = f", or start a multiple of {size} processes" if size > 0 else ""
         yield Problem(
             f"vllm_tensor_parallel_size={size} does not divide the {processes} process(es) of this run, and every engine "
-            f"must span the same number of ranks. Set it to one of {works}, or start a multiple of {size} processes.",
+            f"must span the same number of ranks. Set it to one of {works}{more}.",
             {"vllm_tensor_parallel_size": max((n for n in works if n <= size), default=1)},
         )
 
 
 def engine_fields(s: Any, processes: int) -> Iterator[Problem]:
+    if s.use_vllm and s.vllm_mode not in VLLM_MODES:
+        yield Problem(
+            f"vllm_mode={s.vllm_mode!r} is none of {', '.join(VLLM_MODES)}. Set 'colocate' for an engine in the trainer's processes.",
+            {"vllm_mode": "colocate"},
+        )
+    if s.use_vllm and s.vllm_mode != "server":
+        yield from _room_of_an_engine(s)
     if s.vllm_dtype not in (None, *VLLM_DTYPES):
         yield Problem(
             f"vllm_dtype={s.vllm_dtype!r} is none of {', '.join(VLLM_DTYPES)}. Leave it unset to take the actor's.",
@@ -203,6 +260,20 @@ def engine_fields(s: Any, processes: int) -> Iterator[Problem]:
             f"weight_sync_bucket_mb={s.weight_sync_bucket_mb}: a bucket must hold something. Set 512, or as many MiB "
             "as you can spare twice.",
             {"weight_sync_bucket_mb": 512},
+        )
+
+
+def _room_of_an_engine(s: Any) -> Iterator[Problem]:
+    length, share = s.vllm_max_model_length, s.vllm_gpu_memory_utilization
+    if length is not None and length < 2 and length != -1:  # -1: as long as memory allows
+        yield Problem(
+            f"vllm_max_model_length={length} has no room for a prompt and a completion. Leave it unset to take the model's.",
+            {"vllm_max_model_length": None},
+        )
+    if not 0 < share <= 1:
+        yield Problem(
+            f"vllm_gpu_memory_utilization={share} is no share of a device's memory. Set 0.3, or any number up to 1.",
+            {"vllm_gpu_memory_utilization": 0.3},
         )
 
 
@@ -251,22 +322,22 @@ def sampled_as_scored(s: Any, processes: int) -> Iterator[Problem]:
             {"sampling_mismatch": "warn"},
         )
         return
-    if not s.use_vllm or s.sampling_mismatch == "warn" or not isinstance(as_mapping(s.generation_kwargs) or {}, dict):
+    if not s.use_vllm or s.sampling_mismatch == "warn":
         return
-    settings = SamplingSettings.of(effective_sampling(s))
-    named = ", ".join(f"{name}={value}" for name, value in settings.departures.items())
+    asked = mended(s)
+    settings = SamplingSettings.of(effective_sampling(asked))
+    fix = {"sampling_mismatch": "warn" if settings.not_replayed else "correct"}
     if settings.departures and s.sampling_mismatch == "error":
-        cure = ", ".join(f"{name}={value}" for name, value in neutral(settings).items())
         yield Problem(
-            f"sampling_mismatch='error' and {named}: the engine samples from another distribution than the trainer scores, so that "
-            f"every importance ratio is biased. Set {cure or 'generation_kwargs without it'}, or sampling_mismatch='correct'.",
-            {**neutral(settings), "sampling_mismatch": "correct"},
+            f"sampling_mismatch='error' and {listed(settings.departures)}: the engine samples from another distribution than the "
+            f"trainer scores, so that every importance ratio is biased. Set {listed(neutral(asked))}, or {listed(fix)}.",
+            fix,
         )
-    elif settings.restrictions and s.sampling_mismatch == "correct" and set(settings.restrictions) != {"allowed_token_ids"}:
+    elif settings.not_replayed and s.sampling_mismatch == "correct":
         yield Problem(
-            f"sampling_mismatch='correct' cannot replay {', '.join(settings.restrictions)}: which tokens it forbids depends on the "
-            "text so far. Take it out of generation_kwargs, or set sampling_mismatch='warn'.",
-            {"sampling_mismatch": "warn"},
+            f"sampling_mismatch='correct' cannot replay {', '.join(settings.not_replayed)}: which tokens it forbids depends on the "
+            f"text so far. Set {listed(neutral(asked))}, or {listed(fix)}.",
+            fix,
         )
 
 
@@ -331,17 +402,17 @@ def kl_in_the_reward(s: Any, processes: int) -> Iterator[Problem]:
             "deviation, and the KL's coefficient with it. Set multi_objective_aggregation='sum_then_normalize'.",
             {"multi_objective_aggregation": "sum_then_normalize"},
         )
-    if not s.kl_in_reward_coef > 0:
+    if not 0 < s.kl_in_reward_coef < math.inf:
         yield Problem(
-            f"kl_in_reward_coef={s.kl_in_reward_coef}: a KL that costs nothing holds nothing back. Set 0.001 or more, or "
-            "kl_in_reward=False.",
+            f"kl_in_reward_coef={s.kl_in_reward_coef}: a KL that costs nothing holds nothing back, and one that costs more than any "
+            "reward leaves nothing else. Set 0.001 or more, or kl_in_reward=False.",
             {"kl_in_reward_coef": 0.001},
         )
     if s.kl_in_reward_target is None:
         return
-    if not s.kl_in_reward_target > 0:
+    if not 0 < s.kl_in_reward_target < math.inf:
         yield Problem(
-            f"kl_in_reward_target={s.kl_in_reward_target}: the actor starts at a KL of 0 and cannot come below. Set 6.0, or as many "
+            f"kl_in_reward_target={s.kl_in_reward_target}: the actor starts at a KL of 0 and can come neither below nor there. Set 6.0, or as many "
             "nats as a completion may be away, or leave it unset for a fixed coefficient.",
             {"kl_in_reward_target": 6.0},
         )
@@ -412,7 +483,9 @@ RULES: tuple[Rule, ...] = (
     one_size_of_a_generation,
     whole_groups,
     whole_groups_in_evaluation,
+    generation_kwargs_as_mapping,
     sampled_temperature,
+    sampling_that_vllm_takes,
     engines_of_equal_size,
     engine_fields,
     engine_arguments,

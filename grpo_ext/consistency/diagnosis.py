@@ -80,7 +80,7 @@ CAUSES = {
     "truncated sampling": "set top_p=1.0, top_k=0 and min_p=None",
     "penalty or logit bias": "take penalties and logit_bias out of the sampling settings",
     "restricted sampling": "take the restriction out of the sampling settings, or mask such rollouts",
-    "dropout active in the actor": "set disable_dropout=True, and lora_dropout=0 in the adapter's config",
+    "dropout active in the actor": "set disable_dropout=True, lora_dropout=0 in the adapter's config, and what its own layers hold to 0",
     "log-prob of a wrong token": "return the log-prob of each sampled token: logprobs=0 in the engine, in the order of the tokens",
     "unknown": "run `grpo-ext doctor` on the model and the recipe",
 }

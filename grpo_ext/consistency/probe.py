@@ -58,7 +58,9 @@ def _from_settings(trainer: Any) -> list[Finding]:
         if settings
     ]
     if dropout := active_dropout(trainer.model):
-        found.append(finding("dropout active in the actor", f"it is on in {', '.join(list(dropout)[:3])}; {unmeasured}"))
+        found.append(
+            finding("dropout active in the actor", f"it is on in {', '.join(each.where for each in dropout[:3])}; {unmeasured}")
+        )
     return found or [finding("unknown", unmeasured)]
 
 
@@ -122,7 +124,7 @@ def _evidence(trainer: Any, engine: Any, rows: ProbeRows) -> Evidence:
         model=None if asked is None else residual(asked, actor.at(1.0)),
         base=None if asked is None or base is None else residual(asked, base.at(1.0)),
         dropout=residual(loss, steady),
-        dropout_modules=tuple(active_dropout(model)),
+        dropout_modules=tuple(each.where for each in active_dropout(model)),
         head=engine.head_difference(),
         tied=bool(getattr(trainer.model.config, "tie_word_embeddings", False)),
         stale=tuple(stale),

@@ -6,6 +6,7 @@ tensors, so that it survives wherever the slice does:
 
     row_id                    (B,)    row of the generation batch, over all ranks, in the order of generation
     loss_tokens               ()      tokens under the loss mask, over all ranks
+    real_tokens               ()      tokens that a forward needs, over all ranks: none of padding, of trees each prompt once
     generated_version         ()      optimizer steps taken when the rollouts were generated
     used                      ()      there once a loss was computed over the slice
     old_per_token_logps       (B, T)  the anchor, once it is there, and with it
@@ -197,11 +198,11 @@ class Anchors:
 
             return hand_over
 
-        if mode == "train":
-            trainer.clock.trains_on(rows)
         rows["used"] = torch.tensor(True)
         if "loss_tokens" not in rows:  # rows from elsewhere
             self.arranger.count_tokens([rows])
+        if mode == "train":
+            trainer.clock.trains_on(rows)
         rows_everywhere = n_rows(rows) * trainer.accelerator.num_processes
         with (
             scoring_wrapped(trainer, handing_over),

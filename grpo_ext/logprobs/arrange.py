@@ -54,17 +54,21 @@ class Arranger:
         return self._sharing.order(slices, by_length) if self._sharing and self._sharing.on else by_length
 
     def count_tokens(self, slices: Sequence[Rows]) -> None:
-        """One sum over ranks for all slices: the weight of each in the exact means, and how much of them is padding."""
+        """One sum over ranks: each slice's weight in the exact means, its real tokens, and how much of it is padding."""
         training = self._trainer.model.training
         shared = training and self._sharing and self._sharing.on and not is_multimodal(slices[0])
-        counts = [loss_mask(rows).sum() for rows in slices]
-        counts += [counts[0].new_tensor(count) for count in (self._sharing.token_counts if shared else token_counts)(slices)]
-        *counts, real, processed = self._trainer.accelerator.reduce(torch.stack(counts), reduction="sum")
-        for rows, count in zip(slices, counts, strict=True):
-            rows["loss_tokens"] = count
-        if training:
-            self._real += float(real)
-            self._processed += float(processed)
+        counted = self._sharing.token_counts(slices) if shared else [token_counts([rows]) for rows in slices]
+        losses = [loss_mask(rows).sum() for rows in slices]
+        counts = torch.stack(
+            [torch.stack([loss, *map(loss.new_tensor, each)]) for loss, each in zip(losses, counted, strict=True)]
+        )
+        for rows, (loss, real, processed) in zip(
+            slices, self._trainer.accelerator.reduce(counts, reduction="sum"), strict=True
+        ):
+            rows["loss_tokens"], rows["real_tokens"] = loss, real
+            if training:
+                self._real += float(real)
+                self._processed += float(processed)
 
     def drain(self) -> dict[str, float]:
         """Share of real tokens, prompts included (shared ones once), of the slices arranged since the last call, or of those before."""

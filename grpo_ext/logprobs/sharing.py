@@ -110,15 +110,14 @@ class SharedPrompts:
         least = [trees if self._wanted is True and trees < INFINITE else min(rows, trees) for rows, trees in sums]
         return orders[1] if sum(least[len(sizes) :]) < sum(least[: len(sizes)]) else by_length
 
-    def token_counts(self, slices: Sequence[Rows]) -> tuple[int, int]:
-        """(real, processed) tokens of slices as they will be used; those of trees are real once. A collective."""
+    def token_counts(self, slices: Sequence[Rows]) -> list[tuple[int, int]]:
+        """(real, processed) tokens of each slice as it will be used; those of trees are real once. A collective."""
         inputs = [Inputs.of(rows) for rows in slices]
         trees = self._cheaper([self._costs_of(rows, None, None) for rows in inputs])
-        counts = [
+        return [
             line_tokens(rows.groups, rows.lengths) if shared else token_counts([each])
             for each, rows, shared in zip(slices, inputs, trees, strict=True)
         ]
-        return sum(real for real, _ in counts), sum(processed for _, processed in counts)
 
     # ---- a first look ------------------------------------------------------------------------------------------------
     def _agree(self, method: Any, model: Any, rows: Inputs) -> bool:

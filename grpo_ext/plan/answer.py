@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_ext.plan.arithmetic import Plan, is_colocated, make_plan
+from grpo_ext.plan.arithmetic import Plan, is_colocated, longest_row, make_plan
 from grpo_ext.plan.memory import Memory, NoEstimate, estimate
 from grpo_ext.plan.recipe import Recipe, RecipeError, read_recipe
 from grpo_ext.plan.zero import Zero, zero_of
@@ -71,14 +71,13 @@ def remarks(s: Any, processes: int, zero: Zero) -> list[str]:
         found.append(
             f"The Accelerate file starts {zero.processes} process(es), this plan has {processes}: launch with --num_processes {processes}."
         )
-    if is_colocated(s) and s.vllm_max_model_length and s.max_completion_length:
-        room = s.vllm_max_model_length - s.max_completion_length
-        if room < 1:
-            found.append(
-                f"vllm_max_model_length={s.vllm_max_model_length} holds prompt and completion, and max_completion_length="
-                f"{s.max_completion_length} leaves no room for a prompt: completions will be cut short. Raise it to "
-                f"{s.max_completion_length} plus the longest prompt."
-            )
+    longest = longest_row(s)
+    if longest is not None and longest <= (s.max_completion_length or 0):
+        found.append(
+            f"vllm_max_model_length={longest} holds prompt and completion, and max_completion_length="
+            f"{s.max_completion_length} leaves no room for a prompt: completions will be cut short. Raise it to "
+            f"{s.max_completion_length} plus the longest prompt."
+        )
     return found
 
 

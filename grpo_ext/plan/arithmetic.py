@@ -1,8 +1,8 @@
 """The arithmetic of a step: what a generation batch is, how it is used, and what its passes take. Pure: numbers in, numbers out.
 
-Units: a rollout is a prompt with one completion, a row the same seen from a rank; tokens count padding. Everything is for one
-generation batch, a mean over a cycle (see `cycle`) where batches differ. "At most" bounds what completions of full length
-take; None stands where nothing bounds it.
+Units: a rollout is a prompt with one completion, a row the same seen from a rank. Everything is for one generation batch, a mean
+over a cycle (see `cycle`) where batches differ. "At most" bounds what rows of full length take, padding included, whether a
+slice goes as rows or as trees (docs/trees.md); None stands where nothing bounds it.
 """
 
 import math
@@ -11,7 +11,8 @@ from typing import Any
 
 from grpo_ext.logprobs.window import Loop
 from grpo_ext.plan.cycle import play, sorted_together
-from grpo_ext.rules import NEUTRAL_LOSSES
+from grpo_ext.rollout.sampling import SamplingSettings, effective_sampling
+from grpo_ext.rules import NEUTRAL_LOSSES, SHARED_PROMPT
 
 PATTERNS = 4  # how many generation batches of a cycle are shown
 
@@ -54,12 +55,13 @@ class OldLogps:
 
 @dataclass(frozen=True)
 class Pass:
-    """Forwards without gradient on a rank."""
+    """Forwards without gradient on a rank. forwards_as_rows_at_most: where no pass goes as trees, which keep groups together."""
 
     rows: float
     rows_per_forward: int | None
     tokens_per_forward_at_most: int | None
     forwards_at_most: float
+    forwards_as_rows_at_most: float
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def make_plan(s: Any, processes: int) -> Plan:
             micro_steps=loop.lifetime,
             optimizer_steps=loop.lifetime / loop.accumulation,
             rollouts_per_optimizer_step=rows * loop.accumulation * processes,
-            tokens_per_micro_step_at_most=_times(rows, longest),
+            tokens_per_micro_step_at_most=_times(rows, widest(s, rows)),
             rows_sorted_together=sorted_together(loop, rows) if groups_by_length(s, slices) else (),
         ),
         old_logps=OldLogps(
@@ -168,7 +170,37 @@ def has_correction(s: Any) -> bool:
 
 def longest_row(s: Any) -> int | None:
     """Tokens of the longest row, prompt and completion, where the engine's window bounds it."""
-    return s.vllm_max_model_length if is_colocated(s) else None
+    length = s.vllm_max_model_length if is_colocated(s) else None
+    return length if length and length > 0 else None
+
+
+def columns(s: Any) -> tuple[int, int] | None:
+    """(prompt, completion) columns of rows that are padded together: the longest of each may be of different rows."""
+    longest, multiple = longest_row(s), padding_multiple(s)
+    if longest is None:
+        return None
+    prompt, completion = longest - 1, min(s.max_completion_length or longest, longest - 1)
+    return math.ceil(prompt / multiple) * multiple, math.ceil(completion / multiple) * multiple
+
+
+def widest(s: Any, rows: int) -> int | None:
+    """Columns of `rows` rows, padded. A tree takes no more than its rows without any padding."""
+    both, longest, multiple = columns(s), longest_row(s), padding_multiple(s)
+    if both is None or longest is None:
+        return None
+    return sum(both) if rows > 1 else min(sum(both), longest + 2 * (multiple - 1))
+
+
+def padding_multiple(s: Any) -> int:
+    """pad_to_multiple_of as it comes to on the devices of today: "auto" pads on Neuron only."""
+    given = str(s.pad_to_multiple_of)
+    return max(int(given), 1) if given.isdigit() else 1
+
+
+def shares_prompts(s: Any) -> bool:
+    """Whether slices may go as trees, as far as settings tell (a model may still forbid it)."""
+    corrects = s.use_vllm and s.sampling_mismatch == "correct" and SamplingSettings.of(effective_sampling(s)).departures
+    return SHARED_PROMPT[str(s.shared_prompt).lower()] is not False and not s.torch_compile and not corrects
 
 
 def groups_by_length(s: Any, slices: int) -> bool:
@@ -182,18 +214,35 @@ def groups_by_length(s: Any, slices: int) -> bool:
 def no_grad_pass(s: Any, micro_batch_size: int | None, portions: list[int], batches: int = 1) -> Pass:
     """Forwards over `portions` of rows, the mean of `batches` generation batches.
 
-    Rows are taken in order of length, so a forward is closed by the token budget only once it holds as many rows as would fit
-    if each were the longest."""
+    A forward is closed by the token budget only once it holds as many rows as would fit if each were the longest."""
     tokens, longest = s.logps_max_tokens, longest_row(s)
     rows = micro_batch_size or (None if tokens else s.per_device_train_batch_size)
-    surely = [n for n in (rows, max(1, tokens // longest if longest else 1) if tokens else None) if n]
-    bounds = [n for n in (_times(rows, longest), max(tokens, longest or 0) if tokens else None) if n]
+
+    def surely(row: int | None) -> int:
+        """Rows that a forward holds before it is closed, if a row takes so many tokens of it."""
+        return min(n for n in (rows, max(1, tokens // row if row else 1) if tokens else None) if n)
+
+    as_rows = [math.ceil(portion / surely(widest(s, 2))) for portion in portions]
+    in_line = surely(longest and longest - 1)  # the last token of a row is in no line
+    as_trees = [lines_at_most(portion, in_line) for portion in portions] if shares_prompts(s) else as_rows
+    padded = _times(rows, widest(s, rows)) if rows else None
+    budget = max(tokens, widest(s, 1) or 0) if tokens else None
     return Pass(
         rows=sum(portions) / batches,
         rows_per_forward=rows,
-        tokens_per_forward_at_most=min(bounds, default=None),
-        forwards_at_most=sum(math.ceil(portion / min(surely)) for portion in portions) / batches,
+        tokens_per_forward_at_most=min((n for n in (padded, budget) if n), default=None),
+        forwards_at_most=sum(map(max, as_rows, as_trees)) / batches,
+        forwards_as_rows_at_most=sum(as_rows) / batches,
     )
+
+
+def lines_at_most(rows: int, line: int) -> int:
+    """Lines of trees that take `rows` rows, where a line has room for `line` of the longest.
+
+    One is closed earlier only before a group that fits into the next one as a whole (`batch.groups.cut_groups`), so any two
+    in succession hold more than `line` rows."""
+    even, odd = 2 * (rows // (line + 1)), 2 * ((rows - 1) // (line + 1)) + 1
+    return max(even, odd)
 
 
 def engine_of(s: Any, processes: int, slices: int) -> Engine:

@@ -4,6 +4,8 @@ The model is built from its configuration on the meta device: no weight is loade
 DeepSpeed are imported by the functions that need them.
 """
 
+import math
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,12 +75,12 @@ def device_of(given: str | None) -> tuple[str | None, int | None]:
     known = {name.lower(): (name, size * GB) for name, size in DEVICES.items()}
     if given.lower() in known:
         return known[given.lower()]
-    try:
-        return f"{float(given):g} GB", int(float(given) * GB)
-    except ValueError:
-        raise NoEstimate(
-            f"device {given!r} is not known. Give one of {', '.join(DEVICES)}, or its memory in GB, as in --device 48."
-        ) from None
+    with suppress(ValueError):
+        if 0 < float(given) < math.inf:
+            return f"{float(given):g} GB", int(float(given) * GB)
+    raise NoEstimate(
+        f"device {given!r} is not known. Give one of {', '.join(DEVICES)}, or its memory in GB, as in --device 48."
+    )
 
 
 def parameters_of(model: str) -> tuple[int, int]:
@@ -88,18 +90,31 @@ def parameters_of(model: str) -> tuple[int, int]:
 
     try:  # code that a checkpoint brings along is never run
         config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers validates as it reads: any kind may come
         raise NoEstimate(
-            f"The configuration of {model!r} is not at hand ({str(error).splitlines()[0]}). Give a local directory with its "
-            "config.json, or download the model first."
+            f"The configuration of {model!r} is not at hand ({_said(error)}). Give a local directory with its config.json, or "
+            "download the model first."
         ) from None
-    with torch.device("meta"):
+    refused: list[Exception] = []
+    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
         try:
-            built = AutoModelForCausalLM.from_config(config)
-        except ValueError:
-            built = AutoModelForImageTextToText.from_config(config)
+            with torch.device("meta"):
+                built = kind.from_config(config)
+            break
+        except Exception as error:
+            refused.append(error)
+    else:
+        raise NoEstimate(
+            f"No model can be built from the configuration of {model!r} ({_said(refused[0])}). Give that of a decoder."
+        )
     largest = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in built.modules())
     return sum(p.numel() for p in built.parameters()), largest
+
+
+def _said(error: Exception) -> str:
+    """The first line of an error that says something."""
+    lines = [line.strip().rstrip(".") for line in str(error).splitlines() if line.strip() and not line.endswith(":")]
+    return lines[0] if lines else type(error).__name__
 
 
 def deepspeed_estimate(parameters: int, largest: int, processes: int, zero: Zero) -> tuple[int, int]:

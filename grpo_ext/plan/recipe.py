@@ -85,6 +85,8 @@ def read_yaml(path: Path) -> dict[Any, Any]:
         elif "tag" in said:
             advice = " Only plain values are read, never Python objects: take the tag out."
         raise RecipeError(f"{where}: {said}.{advice}") from None
+    except RecursionError:
+        raise RecipeError(f"{path} nests deeper than can be read. Write one `setting: value` a line.") from None
     if not isinstance(loaded, dict):
         raise RecipeError(f"{path} holds {type(loaded).__name__}, no mapping. Write one `setting: value` a line.")
     return loaded

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_ext.plan.answer import Answer
-from grpo_ext.plan.arithmetic import Pass, Plan, has_correction
+from grpo_ext.plan.arithmetic import Pass, Plan, columns, has_correction, shares_prompts, widest
 from grpo_ext.plan.memory import GB, Memory
 
 Line = tuple[str, Any, str]  # what, how much, where from
@@ -93,10 +93,11 @@ def training(s: Any, plan: Plan) -> Iterator[Line]:
         yield (
             "tokens of each, at most",
             t.tokens_per_micro_step_at_most,
-            f"{g.rows_per_slice} x {s.vllm_max_model_length:,}",
+            padded(s, g.rows_per_slice),
         )
+    yield "slices go as", "rows or trees" if shares_prompts(s) else "rows", f"shared_prompt {s.shared_prompt}"
     together = " + ".join(map(str, t.rows_sorted_together)) or "none"
-    yield "rows sorted together", together, "by length, if in the same windows"
+    yield "rows sorted together", together, "by length, or by prompt for trees" if shares_prompts(s) else "by length"
 
 
 def old_logps(s: Any, plan: Plan) -> Iterator[Line]:
@@ -134,16 +135,25 @@ def pass_lines(s: Any, p: Pass, setting: str) -> Iterator[Line]:
     size = setting if getattr(s, setting) else "per_device_train_batch_size"
     cap = f"logps_max_tokens {s.logps_max_tokens:,}" if s.logps_max_tokens else ""
     limit = f"{size} {p.rows_per_forward}" if p.rows_per_forward else ""
+    as_rows = p.forwards_at_most != p.forwards_as_rows_at_most
     yield (
         "forwards a rank, at most",
         p.forwards_at_most,
-        f"{number(p.rows)} rows by " + " and ".join(filter(None, (limit, cap))),
+        (f"{number(p.forwards_as_rows_at_most)} as rows: " if as_rows else "")
+        + f"{number(p.rows)} rows by "
+        + " and ".join(filter(None, (limit, cap))),
     )
     if p.tokens_per_forward_at_most is not None:
-        longest = (
-            f"{p.rows_per_forward} x {s.vllm_max_model_length:,}" if s.vllm_max_model_length and p.rows_per_forward else ""
-        )
-        yield "tokens a forward, at most", p.tokens_per_forward_at_most, " or ".join(filter(None, (cap, longest)))
+        both = padded(s, p.rows_per_forward) if p.rows_per_forward else ""
+        yield "tokens a forward, at most", p.tokens_per_forward_at_most, " or ".join(filter(None, (cap, both)))
+
+
+def padded(s: Any, rows: int) -> str:
+    """How many tokens `rows` padded rows take: the longest prompt and the longest completion may be of different rows."""
+    both = columns(s)
+    if both is None:
+        return ""
+    return f"{rows} x (prompt {both[0]:,} + {both[1]:,})" if rows > 1 else f"{widest(s, 1):,}"
 
 
 def engine(s: Any, plan: Plan) -> Iterator[Line]:

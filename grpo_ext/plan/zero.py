@@ -26,19 +26,19 @@ def zero_of(deepspeed: Any, accelerate: Path | None) -> Zero:
     launcher = read_yaml(accelerate) if accelerate is not None else {}
     try:
         return _zero(deepspeed, launcher)
-    except (ValueError, AttributeError, TypeError) as error:  # anything may stand in these files
-        raise RecipeError(
-            f"The ZeRO stage cannot be read from {'the DeepSpeed settings' if accelerate is None else accelerate}: {error}."
-        ) from None
+    except ValueError as error:
+        where = "the DeepSpeed settings" if accelerate is None else accelerate
+        raise RecipeError(f"The ZeRO stage cannot be read from {where}: {str(error).rstrip('.')}.") from None
 
 
 def _zero(deepspeed: Any, launcher: dict[Any, Any]) -> Zero:
-    settings = launcher.get("deepspeed_config") or {}
+    settings = _mapping("deepspeed_config", launcher.get("deepspeed_config"))
     if deepspeed is None:
         deepspeed = settings.get("deepspeed_config_file")
     if deepspeed is not None:
-        zero = (deepspeed if isinstance(deepspeed, dict) else _read_json(Path(deepspeed))).get("zero_optimization") or {}
-        stage, devices = zero.get("stage"), {name: (zero.get(name) or {}).get("device") for name in OFFLOADS}
+        given = deepspeed if isinstance(deepspeed, dict) else _mapping(str(deepspeed), _read_json(Path(str(deepspeed))))
+        zero = _mapping("zero_optimization", given.get("zero_optimization"))
+        stage, devices = zero.get("stage"), {name: _mapping(name, zero.get(name)).get("device") for name in OFFLOADS}
     else:
         stage, devices = settings.get("zero_stage"), {name: settings.get(f"{name}_device") for name in OFFLOADS}
     return Zero(
@@ -50,7 +50,14 @@ def _zero(deepspeed: Any, launcher: dict[Any, Any]) -> Zero:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _mapping(name: str, value: Any) -> dict[Any, Any]:
+    """`value`, or an empty one where nothing is given. Raises ValueError for anything else."""
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"{name} is {value!r}, and a mapping is needed. Write one `key: value` a line below it")
+    return value or {}
+
+
+def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

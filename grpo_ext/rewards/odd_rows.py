@@ -13,7 +13,7 @@ import torch
 from grpo_ext.batch.empty import filled, hidden
 from grpo_ext.batch.rollouts import Rows, loss_mask
 from grpo_ext.notices import Notices
-from grpo_ext.rewards.usable import counts, usable, weighted_sums
+from grpo_ext.rewards.usable import LARGEST, counts, infinite, usable, weighted_sums
 
 
 class OddRows:
@@ -72,12 +72,12 @@ class OddRows:
         compared = weighted_sums(rewards, trainer.reward_weights.to(rewards.device)) if summed else rewards
         for name, value in counts(rewards_NF, rewards, compared, group, judges).items():
             trainer._metrics[mode][name].append(value)
-        infinite = torch.isinf(rewards_NF[:, :judges]).any(dim=0).tolist()
-        for name, found in zip(trainer.reward_func_names, infinite, strict=False):
+        beyond = infinite(rewards_NF[:, :judges]).any(dim=0).tolist()
+        for name, found in zip(trainer.reward_func_names, beyond, strict=False):
             if found:
                 self._notices.once(
                     name,
-                    f"The reward function {name!r} returned an infinite reward. It counts as None: the other functions judge that "
+                    f"The reward function {name!r} returned an infinite reward, or one beyond {LARGEST:g}. It counts as None: the other functions judge that "
                     "row. Let the function return None where it has no opinion, or a bounded number.",
                 )
         return rewards

@@ -2,16 +2,23 @@
 
 N rollouts of all ranks, group by group; F reward functions. TRL writes None as NaN, leaves NaN out of sums, means and standard
 deviations, and gives a row of nothing but NaN the advantage 0. An infinite reward it takes for a number: the group's mean
-becomes infinite, and advantages infinite or 0. Here it is treated as None, too.
+becomes infinite, and advantages infinite or 0. Here it is treated as None, too, and so is one of which float32 cannot take a variance.
 """
 
 import torch
+
+LARGEST = 1e16  # the squares of thousands of them add up to less than float32 holds
+
+
+def infinite(rewards_NF: torch.Tensor) -> torch.Tensor:
+    """(N, F): whether a value is infinite, or as good as that."""
+    return rewards_NF.abs() > LARGEST
 
 
 def usable(rewards_NF: torch.Tensor, judges: int) -> torch.Tensor:
     """(N, F): every value that is not finite as NaN. A row that none of the first `judges` functions has judged is NaN in every
     column: what the others would say of it (the KL penalty) is no reward by itself."""
-    finite = torch.where(torch.isfinite(rewards_NF), rewards_NF, torch.nan)
+    finite = torch.where(infinite(rewards_NF), torch.nan, rewards_NF)
     unjudged = torch.isnan(finite[:, :judges]).all(dim=1, keepdim=True)
     return torch.where(unjudged, torch.nan, finite)
 
@@ -29,7 +36,7 @@ def counts(raw_NF: torch.Tensor, rewards_NF: torch.Tensor, compared: torch.Tenso
     lowest = grouped.nan_to_num(nan=torch.inf).amin(dim=1)
     return {
         "rewards/missing": float(torch.isnan(raw_NF[:, :judges]).sum()),
-        "rewards/infinite": float(torch.isinf(raw_NF[:, :judges]).sum()),
+        "rewards/infinite": float(infinite(raw_NF[:, :judges]).sum()),
         "rewards/none": float(torch.isnan(rewards_NF).all(dim=1).sum()),
         "groups/equal_rewards": float((highest <= lowest).all(dim=1).sum()) if group > 1 else 0.0,  # 1: in evaluation only
     }

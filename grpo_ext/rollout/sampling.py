@@ -12,6 +12,9 @@ from typing import Any
 # Restrictions whose effect on a token depends on text or state that is not replayed.
 _STATEFUL = ("structured_outputs", "bad_words", "thinking_token_budget")
 
+# Fields of `GRPOConfig` with the values at which they change nothing.
+OFF: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+
 
 @dataclass(frozen=True)
 class SamplingSettings:
@@ -68,6 +71,11 @@ class SamplingSettings:
         return (*own, *self.stateful)
 
     @property
+    def not_replayed(self) -> tuple[str, ...]:
+        """Those of the restrictions that cannot be told from token ids, by name: `sampling_mismatch="correct"` cannot take them."""
+        return tuple(name for name in self.restrictions if name != "allowed_token_ids")
+
+    @property
     def departures(self) -> dict[str, Any]:
         """Everything but the temperature that makes the sampled distribution another than the model's."""
         return self.truncation | self.penalties | {name: True for name in self.restrictions}
@@ -75,8 +83,12 @@ class SamplingSettings:
 
 def effective_sampling(args: Any) -> dict[str, Any]:
     """Sampling parameters by vLLM's names, as a `GRPOConfig` and its `generation_kwargs` (merged over it last) ask for."""
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    return {name: getattr(args, name) for name in names} | dict(as_mapping(args.generation_kwargs) or {})
+    regex = args.vllm_structured_outputs_regex
+    return _fields(args) | dict(as_mapping(args.generation_kwargs) or {}) | ({"structured_outputs": regex} if regex else {})
+
+
+def _fields(args: Any) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in ("temperature", *OFF)}
 
 
 def as_mapping(value: Any) -> Any:
@@ -84,7 +96,17 @@ def as_mapping(value: Any) -> Any:
     return json.loads(value) if isinstance(value, str) and value.strip().startswith("{") else value
 
 
-def neutral(settings: SamplingSettings) -> dict[str, Any]:
-    """The settings, by field of `GRPOConfig`, that take the departures away."""
-    off: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
-    return {name: value for name, value in off.items() if name in settings.departures}
+def neutral(args: Any) -> dict[str, Any]:
+    """The settings, by field of `GRPOConfig`, that take the departures away. `generation_kwargs` that are left empty are None."""
+    departures = SamplingSettings.of(effective_sampling(args)).departures
+    own = SamplingSettings.of(_fields(args)).departures
+    found = {name: value for name, value in OFF.items() if name in departures and name in own}
+    if args.vllm_structured_outputs_regex:
+        found["vllm_structured_outputs_regex"] = None
+    kwargs = as_mapping(args.generation_kwargs) or {}
+    left = {name: value for name, value in kwargs.items() if name not in departures}
+    return found if left == kwargs else found | {"generation_kwargs": left or None}
+
+
+def listed(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in settings.items())

@@ -77,3 +77,55 @@ def test_an_adapter_layer_can_forget_a_merge():
     assert layer.merged and layer._caches
     _trl.forget_merge(layer)
     assert not layer.merged and not layer._caches
+
+
+@pytest.mark.parametrize(
+    "name, refused, taken",
+    [
+        ("top_p", (0.0, 1.01, "x"), (1.0, 0.01)),
+        ("top_k", (-2, 1.5), (-1, 0, 3)),
+        ("min_p", (-0.01, 1.01), (0.0, 1.0)),
+        ("repetition_penalty", (0.0, float("inf")), (0.1, 3.0)),
+        ("frequency_penalty", (-2.1, 2.1), (-2.0, 2.0)),
+        ("presence_penalty", (-2.1, 2.1), (-2.0, 2.0)),
+        ("min_tokens", (-1,), (0, 3)),
+        ("temperature", (2.01, float("nan"), float("inf")), (0.01, 2.0)),
+    ],
+)
+def test_values_of_sampling_parameters_that_are_refused(name, refused, taken):
+    """By vLLM, at the first generation; by ours, when the configuration is made."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    from grpo_ext import GRPOExtConfig
+    from tests.tiny import config_kwargs
+
+    def ours(value):
+        temperature = value if name == "temperature" else 1.0
+        return GRPOExtConfig(**config_kwargs("unused", use_vllm=True, temperature=temperature, generation_kwargs={name: value}))
+
+    for value in refused:
+        with pytest.raises((VLLMValidationError, TypeError)):
+            SamplingParams(**{name: value})
+        with pytest.raises(ValueError, match=rf"\b{name}\b"):
+            ours(value)
+    for value in taken:
+        SamplingParams(**{name: value})
+        ours(value)
+
+
+def test_low_temperatures_are_raised_without_failing():
+    from vllm import SamplingParams
+
+    assert SamplingParams(temperature=0.001).temperature == 0.01
+
+
+def test_an_engine_on_a_cpu_gives_no_sampling_mask(tmp_path):
+    """Why `sampling_mismatch="correct"` takes the support from the actor's logits. Masks need model runner V2, that one Triton."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from tests.tiny import build_model
+
+    arguments = EngineArgs(str(build_model(tmp_path)), return_sampling_mask=True, logprobs_mode="processed_logprobs")
+    with pytest.raises(ValueError, match="sampling distribution replay requires Model Runner V2"):
+        arguments.create_engine_config()

@@ -34,6 +34,16 @@ def test_warns_once_with_the_bias_measured(train, caplog):
     assert f"off by {bias:+.3f} nats" in said[0]
 
 
+def test_a_regex_is_named_with_the_bias_it_makes(train, caplog):
+    """It has a field of its own, beside generation_kwargs: only digits are sampled, the actor scores all characters."""
+    with caplog.at_level(logging.WARNING):
+        trainer = train(max_steps=1, vllm_structured_outputs_regex="[0-9]{12}", prob_diff_warn=None)
+    (said,) = [r.getMessage() for r in caplog.records if "another distribution" in r.getMessage()]
+    bias = logged(trainer, keys.BIAS)[0]
+    assert bias < -1 and "structured_outputs=True: the engine" in said and f"{bias:+.3f}" in said
+    assert said.endswith("Set vllm_structured_outputs_regex=None.")
+
+
 @pytest.mark.parametrize(
     "departure",
     [pytest.param(each, id=str(each), marks=[pytest.mark.slow] * (i in (0, 2, 5))) for i, each in enumerate(DEPARTURES)],
@@ -73,5 +83,5 @@ def test_active_dropout_is_named(train, caplog):
     with caplog.at_level(logging.WARNING):
         train(max_steps=1, model_config={"attention_dropout": 0.25}, prob_diff_warn=None)
     (said,) = [r.getMessage() for r in caplog.records if "Dropout is active" in r.getMessage()]
-    assert "model.layers.0.self_attn (0.25)" in said
-    assert "attention_dropout" in said
+    assert "model.layers.0.self_attn.attention_dropout (0.25)" in said
+    assert said.endswith("Set model_init_kwargs={'attention_dropout': 0.0}.")

@@ -151,6 +151,7 @@ def test_a_row_that_is_a_tools_or_cut_short(model, tmp_path):
         ([1, 2, None, 3, 0, 1, 2, 3], [-1, 0, 0, 1, -1.5, -0.5, 0.5, 1.5], {"rewards/missing": 1, "rewards/none": 1}),
         ([1, 2, NAN, 3, 0, 1, 2, 3], [-1, 0, 0, 1, -1.5, -0.5, 0.5, 1.5], {"rewards/missing": 1, "rewards/none": 1}),
         ([1, 2, INF, 3, 0, 1, 2, 3], [-1, 0, 0, 1, -1.5, -0.5, 0.5, 1.5], {"rewards/infinite": 1, "rewards/none": 1}),
+        ([1, 2, -3e38, 3, 0, 1, 2, 3], [-1, 0, 0, 1, -1.5, -0.5, 0.5, 1.5], {"rewards/infinite": 1, "rewards/none": 1}),
         (
             [-INF, 2, INF, None, 0, 1, 2, 3],
             [0, 0, 0, 0, -1.5, -0.5, 0.5, 1.5],
@@ -158,7 +159,7 @@ def test_a_row_that_is_a_tools_or_cut_short(model, tmp_path):
         ),
         ([None] * 8, [0] * 8, {"rewards/missing": 8, "rewards/none": 8, "groups/equal_rewards": 2}),
     ],
-    ids=["equal", "none", "nan", "infinite", "one left", "nothing"],
+    ids=["equal", "none", "nan", "infinite", "huge", "one left", "nothing"],
 )
 @pytest.mark.parametrize("scale", ["none", "group"])
 def test_rewards(model, tmp_path, rewards, advantages, counts, scale, caplog):

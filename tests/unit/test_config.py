@@ -60,6 +60,32 @@ def test_case_5_temperature_in_generation_kwargs():
     make(temperature=0.5, generation_kwargs={"temperature": 0.5})
 
 
+def test_temperatures_that_vllm_would_change_or_refuse():
+    for value in (0.001, 2.5):
+        with pytest.raises(ValueError, match=rf"^temperature={value}: vLLM samples at temperatures from 0\.01 to 2\.0"):
+            make(temperature=value, use_vllm=True)
+        make(temperature=value)
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"top_p": 0.0}, r"^top_p=0\.0: a number above 0 and at most 1 is needed\. Set top_p=1\.0"),
+        ({"generation_kwargs": {"top_p": "hot"}}, r"^generation_kwargs\['top_p'\]='hot'.*Take it out"),
+        ({"generation_kwargs": '{"logit_bias": [3]}'}, r"^generation_kwargs\['logit_bias'\]=\[3\]: a mapping"),
+        ({"generation_kwargs": "{top_p"}, r"^generation_kwargs='\{top_p' is no mapping"),
+        ({"vllm_mode": "colocated"}, r"^vllm_mode='colocated' is none of colocate, server"),
+        ({"vllm_max_model_length": 1}, r"^vllm_max_model_length=1 has no room"),
+        ({"vllm_gpu_memory_utilization": 30}, r"^vllm_gpu_memory_utilization=30 is no share"),
+        ({"vllm_structured_outputs_regex": "a+", "sampling_mismatch": "error"}, r"Set vllm_structured_outputs_regex=None"),
+        ({"vllm_structured_outputs_regex": "a+", "sampling_mismatch": "correct"}, r"cannot replay structured_outputs"),
+    ],
+)
+def test_what_only_the_engine_would_refuse_and_too_late(config, message):
+    with pytest.raises(ValueError, match=message):
+        make(use_vllm=True, **config)
+
+
 def test_use_cpu_with_deepspeed(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(ValueError, match=r"use_cpu=True .*DeepSpeed.*use_cpu=False"):
@@ -109,6 +135,7 @@ def test_bf16_is_not_asked_of_a_box_that_has_none():
         ({"beta": 0.04}, r"beta=0.04: .* count twice.*Set beta=0.0"),
         ({"multi_objective_aggregation": "normalize_then_sum"}, r"Set multi_objective_aggregation='sum_then_normalize'"),
         ({"kl_in_reward_coef": 0.0}, r"kl_in_reward_coef=0.0: .*Set 0.001"),
+        ({"kl_in_reward_coef": float("inf")}, r"kl_in_reward_coef=inf: .*Set 0.001"),
         ({"kl_in_reward_target": -1.0}, r"kl_in_reward_target=-1.0: .*Set 6.0"),
         ({"kl_in_reward_target": 6.0, "kl_in_reward_horizon": 3}, r"of 16 rollouts .*Set kl_in_reward_horizon=10000"),
     ],

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from grpo_ext.logprobs.window import Loop
 from grpo_ext.plan import run_plan
 from grpo_ext.plan.answer import answer_for
+from grpo_ext.plan.arithmetic import no_grad_pass
 from grpo_ext.plan.cycle import play, sorted_together
 from grpo_ext.plan.recipe import FIELDS, RecipeError, read_recipe
 from grpo_ext.plan.zero import Zero, zero_of
@@ -58,6 +60,7 @@ def test_case_10(recipe):
     assert plan.training.rows_sorted_together == (120,)
     assert (plan.old_logps.rows_free, plan.old_logps.rows_computed, plan.old_logps.rows_computed_by_trl) == (720, 0, 720)
     assert plan.old_logps.patterns == ("f" * 15 + "|",)
+    assert (plan.run.generations, plan.run.rollouts) == (100, 72_000)
 
 
 @pytest.mark.parametrize("old_logps, computed", [("window", 720), ("rollout", 0)])
@@ -68,9 +71,6 @@ def test_the_kl_in_the_reward_takes_both_passes_over_every_rollout(recipe, old_l
     assert plan.reference_pass.rows == 120
     run_plan(path, 6)
     assert "all of the rank's: kl_in_reward" in capsys.readouterr().out
-    assert (plan.reference_pass.rows, plan.reference_pass.forwards_at_most) == (120, 15)
-    assert plan.reference_pass.tokens_per_forward_at_most == 8 * 2048
-    assert (plan.run.generations, plan.run.rollouts) == (100, 72_000)
 
 
 @pytest.mark.parametrize("size", [{"steps_per_generation": 15}, {"generation_batch_size": 720}])
@@ -150,22 +150,88 @@ def test_no_rows_are_sorted_where_the_loss_would_notice(recipe, off):
 @pytest.mark.parametrize(
     "settings, rows, tokens, forwards",
     [
-        ({}, 8, 8 * 2048, 15),
-        ({"ref_logps_micro_batch_size": 50}, 50, 50 * 2048, 3),
-        ({"logps_max_tokens": 8192}, None, 8192, 30),  # four of the longest rows
-        ({"logps_max_tokens": 8192, "ref_logps_micro_batch_size": 2}, 2, 4096, 60),
+        ({}, 8, 8 * (2047 + 1024), 15),  # one row's prompt, another one's completion
+        ({"pad_to_multiple_of": 100}, 8, 8 * (2100 + 1100), 15),
+        ({"max_completion_length": None}, 8, 8 * (2047 + 2047), 15),
+        ({"ref_logps_micro_batch_size": 50}, 50, 50 * (2047 + 1024), 3),
+        ({"ref_logps_micro_batch_size": 1}, 1, 2048, 120),
+        ({"logps_max_tokens": 8192}, None, 8192, 60),  # two of the widest rows
+        ({"logps_max_tokens": 8192, "ref_logps_micro_batch_size": 2}, 2, 2 * (2047 + 1024), 60),
         ({"logps_max_tokens": 1000}, None, 2048, 120),  # a row above the budget runs alone
         ({"logps_max_tokens": 8192, "vllm_max_model_length": None}, None, 8192, 120),  # a row of unknown length
         ({"vllm_max_model_length": None}, 8, None, 15),
     ],
 )
 def test_reference_forwards(recipe, settings, rows, tokens, forwards):
-    found = planned(recipe({**CASE_10, **settings})).reference_pass
+    found = planned(recipe({**CASE_10, "shared_prompt": False, **settings})).reference_pass
     assert (found.rows_per_forward, found.tokens_per_forward_at_most, found.forwards_at_most) == (rows, tokens, forwards)
+    assert found.forwards_as_rows_at_most == forwards
+
+
+def test_trees_keep_groups_together_and_may_take_more_forwards(recipe):
+    """120 rows in lines of 16: two groups of 12 do not fit into one, so there are 10 lines. 15 is what any groups could take."""
+    settings = {**CASE_10, "ref_logps_micro_batch_size": 16}
+    shared = planned(recipe(settings)).reference_pass
+    assert (shared.forwards_at_most, shared.forwards_as_rows_at_most) == (15, 8)
+    rows = planned(recipe({**settings, "shared_prompt": False})).reference_pass
+    assert shared.tokens_per_forward_at_most == rows.tokens_per_forward_at_most
+
+
+@pytest.mark.parametrize(
+    "off", [{"shared_prompt": False}, {"torch_compile": True}, {"sampling_mismatch": "correct", "top_k": 4}], ids=str
+)
+def test_where_no_slice_goes_as_a_tree(recipe, off, capsys):
+    path = recipe({**CASE_10, **off})
+    assert planned(path).reference_pass.forwards_at_most == 15
+    assert run_plan(path, 6) == 0 and re.search(r"slices go as +rows +shared_prompt", capsys.readouterr().out)
+
+
+PASSES = st.fixed_dictionaries(
+    {
+        "vllm_max_model_length": st.integers(2, 40),
+        "max_completion_length": st.none() | st.integers(1, 30),
+        "logps_max_tokens": st.none() | st.integers(1, 200),
+        "ref_logps_micro_batch_size": st.none() | st.integers(1, 12),
+        "pad_to_multiple_of": st.none() | st.integers(1, 8),
+    }
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(PASSES, st.lists(st.integers(1, 9), min_size=1, max_size=12), st.data())
+def test_forwards_and_their_tokens_are_never_more_than_foretold(given, groups, data):
+    """Whatever the lengths, as rows and as trees; groups: how many rows share each prompt."""
+    import torch
+
+    from grpo_ext.batch.groups import cut_groups, line_tokens
+    from grpo_ext.batch.micro_batches import cut, padded_tokens
+    from grpo_ext.batch.padding import Lengths, rounded
+
+    defaults = {name: default for name, (_, default) in json.loads(FIELDS.read_text())["config"].items()}
+    s = SimpleNamespace(**{**defaults, "use_vllm": True, **given})
+    window, longest = s.vllm_max_model_length, s.max_completion_length or s.vllm_max_model_length
+    prompt, completion, members = [], [], []
+    for size in groups:
+        tokens = data.draw(st.integers(1, window - 1))
+        members.append(list(range(len(prompt), len(prompt) + size)))
+        prompt += [tokens] * size
+        completion += data.draw(st.lists(st.integers(1, min(window - tokens, longest)), min_size=size, max_size=size))
+    lengths = Lengths(torch.tensor(prompt), torch.tensor(completion))
+    found = no_grad_pass(s, s.ref_logps_micro_batch_size, [len(prompt)])
+    limits = found.rows_per_forward, s.logps_max_tokens
+    padded = rounded(lengths, s.pad_to_multiple_of)
+    rows, lines = cut(padded, *limits), cut_groups(members, lengths, *limits)
+    assert len(rows) <= found.forwards_as_rows_at_most <= found.forwards_at_most
+    assert len(lines) <= found.forwards_at_most
+    assert max(padded_tokens(padded, chunk) for chunk in rows.rows) <= found.tokens_per_forward_at_most
+    for chunk in lines.rows:
+        there = [[i for i in group if i in chunk] for group in members]
+        assert line_tokens([group for group in there if group], lengths)[1] <= found.tokens_per_forward_at_most
 
 
 def test_forwards_of_the_old_pass(recipe):
     settings = {**CASE_10, "gradient_accumulation_steps": 5, "steps_per_generation": 15, "logps_micro_batch_size": 16}
+    settings |= {"shared_prompt": False}
     assert planned(recipe(settings)).old_logps_pass.forwards_at_most == 5  # 80 rows a rank, at one step
     spread = planned(recipe({**settings, "old_logps_budget": 20})).old_logps_pass
     assert (spread.rows, spread.forwards_at_most) == (80, 8)  # 20, 20, 20, 20 rows: two forwards each
@@ -213,6 +279,11 @@ def test_every_rule_that_fails_is_named_at_once_with_a_value_that_works(recipe, 
     assert "every rule holds" in capsys.readouterr().out
 
 
+def test_no_engine_spans_no_rank(recipe):
+    (problem,) = answer_for(recipe(CASE_10), 6, tensor_parallel=0).problems
+    assert problem.text.endswith("Set it to one of [1, 2, 3, 6].")
+
+
 def test_steps_per_generation_0_is_not_taken_for_unset(recipe):
     problem = answer_for(recipe({"num_generations": 8, "steps_per_generation": 0}), 1).problems
     assert [each.fixes for each in problem] == [{"steps_per_generation": 1}]
@@ -236,6 +307,7 @@ def test_a_window_without_room_for_a_prompt_is_remarked_upon(recipe):
         ("a: [1, 2\nb: 3\n", r"line 2"),
         ("- a\n- b\n", r"holds list, no mapping"),
         ("", r"holds NoneType, no mapping"),
+        ("a: " + "[" * 5000, r"nests deeper than can be read"),
     ],
 )
 def test_files_that_are_no_recipe(recipe, content, said, capsys):
@@ -337,6 +409,19 @@ def test_the_zero_stage_of_a_recipe(tmp_path):
     assert zero_of(settings, None) == zero_of(str(tmp_path / "ds.json"), None) == Zero(3, offload_optimizer=True)
     with pytest.raises(RecipeError, match=r"missing\.json: No such file"):
         zero_of("missing.json", None)
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"zero_optimization": 3}, r"zero_optimization is 3, and a mapping is needed\. Write .* below it\.$"),
+        ({"zero_optimization": {"offload_param": "cpu"}}, r"offload_param is 'cpu', and a mapping"),
+        ({"zero_optimization": {"stage": "three"}}, r"zero_stage='three' is str, .*: a whole number\.$"),
+    ],
+)
+def test_deepspeed_settings_of_another_shape(settings, said):
+    with pytest.raises(RecipeError, match=said):
+        zero_of(settings, None)
 
 
 def test_the_launchers_number_of_processes(recipe):

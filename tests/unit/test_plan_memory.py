@@ -97,10 +97,28 @@ def test_an_estimate_that_was_asked_for_and_cannot_be_made(recipe, tmp_path):
     assert "needs ZeRO-3" in answer_for(recipe(deepspeed=None), 2, device="H100").remarks[0]
 
 
+@pytest.mark.parametrize(
+    "config, said",
+    [
+        ({"model_type": "t5"}, "No model can be built from .*T5Config"),
+        ({"model_type": "llama", "hidden_size": 65, "num_attention_heads": 2}, "hidden size .65. is not a multiple"),
+        ({"model_type": "llama", "num_hidden_layers": "x"}, "'num_hidden_layers' expected int"),
+        ({"model_type": "new", "auto_map": {"AutoConfig": "code.Config"}}, "contains custom code"),
+    ],
+)
+def test_configurations_that_are_no_models(tmp_path, config, said):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(NoEstimate, match=said):
+        parameters_of(str(tmp_path))
+
+
 def test_devices():
     assert device_of("l40s") == ("L40S", 48 * GB) and device_of("48") == ("48 GB", 48 * GB)
     with pytest.raises(NoEstimate, match="A100-40, A100-80"):
         device_of("A100")
+    for size in ("inf", "nan", "0", "-8"):
+        with pytest.raises(NoEstimate, match="its memory in GB"):
+            device_of(size)
     assert all(name == device_of(name)[0] for name in DEVICES)
 
 

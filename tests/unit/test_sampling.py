@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from grpo_ext.logprobs.support import log_kept_mass, processed, scored_on_support, truncated
-from grpo_ext.rollout.sampling import SamplingSettings, effective_sampling
+from grpo_ext.rollout.guards import sampling_message
+from grpo_ext.rollout.sampling import SamplingSettings, effective_sampling, neutral
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, -2.0]])
 
@@ -109,8 +110,43 @@ def test_neutral_settings_score_the_whole_vocabulary():
     torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1))
 
 
+PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "generation_kwargs": None}
+
+
+def config(**given):
+    return SimpleNamespace(**{**PLAIN, "vllm_structured_outputs_regex": None, **given})
+
+
+def departures(args):
+    return SamplingSettings.of(effective_sampling(args)).departures
+
+
 def test_generation_kwargs_win_as_in_the_engine():
-    args = SimpleNamespace(
-        temperature=1.0, top_p=0.9, top_k=0, min_p=None, repetition_penalty=1.0, generation_kwargs='{"top_p": 1.0, "top_k": 7}'
-    )
-    assert SamplingSettings.of(effective_sampling(args)).departures == {"top_k": 7}
+    assert departures(config(top_p=0.9, generation_kwargs='{"top_p": 1.0, "top_k": 7}')) == {"top_k": 7}
+
+
+def test_a_regex_has_a_field_of_its_own():
+    assert departures(config(vllm_structured_outputs_regex="a+")) == {"structured_outputs": True}
+
+
+@pytest.mark.parametrize(
+    "given, cure",
+    [
+        ({"top_p": 0.9}, {"top_p": 1.0}),
+        ({"generation_kwargs": {"top_p": 0.9}}, {"generation_kwargs": None}),  # top_p=1.0 would not win
+        ({"top_p": 0.8, "generation_kwargs": {"top_p": 0.9, "seed": 1}}, {"top_p": 1.0, "generation_kwargs": {"seed": 1}}),
+        ({"top_p": 0.8, "generation_kwargs": {"top_p": 1.0}}, {}),
+        ({"vllm_structured_outputs_regex": "a+"}, {"vllm_structured_outputs_regex": None}),
+        ({"min_p": 0.1, "generation_kwargs": {"min_tokens": 2}}, {"min_p": None, "generation_kwargs": None}),
+    ],
+    ids=str,
+)
+def test_the_cure_takes_the_departures_away(given, cure):
+    assert neutral(config(**given)) == cure
+    assert departures(config(**{**given, **cure})) == {}
+
+
+def test_the_warning_proposes_what_works():
+    said = sampling_message(config(top_k=4), -0.5)
+    assert "off by -0.500 nats" in said and "Set sampling_mismatch='correct'" in said and said.endswith("or top_k=0.")
+    assert sampling_message(config(generation_kwargs={"min_tokens": 2}), None).endswith("Set generation_kwargs=None.")
