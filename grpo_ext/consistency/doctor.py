@@ -52,8 +52,9 @@ def run_doctor(model: str, *, config: Path | None = None, lora_rank: int | None 
         with tempfile.TemporaryDirectory() as folder:
             trainer = _build(model, settings, lora_rank, folder)
             checks, findings = examine_pair(trainer, lora_rank)
-    except (RecipeError, ValueError, OSError, ImportError) as error:
-        console.print(f"grpo-ext doctor: {error}", style="red", markup=False, highlight=False)
+    except Exception as error:  # whatever a model, a recipe or an engine raises is what was asked for, and no crash
+        kind = "" if isinstance(error, (RecipeError, ValueError, OSError, ImportError)) else f"{type(error).__name__}: "
+        console.print(f"grpo-ext doctor: {kind}{error}", style="red", markup=False, highlight=False)
         return 1
     console.print(_table(model, checks))
     for finding in findings:

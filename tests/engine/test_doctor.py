@@ -1,6 +1,7 @@
 """grpo-ext doctor on a tiny model: health passes every check, and each planted fault fails the check that is meant for it."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -66,6 +67,24 @@ def test_a_model_that_is_not_there(tmp_path):
     result = command("--model", tmp_path / "nothing")
     assert (result.returncode, "Traceback" in result.stdout + result.stderr) == (1, False)
     assert "nothing" in result.stdout
+
+
+def test_a_model_that_cannot_be_read(models, tmp_path):
+    shutil.copytree(models("qwen2"), tmp_path / "cut")
+    weights = tmp_path / "cut/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:2000])
+    result = command("--model", tmp_path / "cut")
+    assert (result.returncode, "Traceback" in result.stdout + result.stderr) == (1, False)
+    assert "SafetensorError" in result.stdout
+
+
+@pytest.mark.slow
+def test_what_the_engine_refuses_is_told(models, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("generation_kwargs:\n  nonsense: 3\n")
+    result = command("--model", models("qwen2"), "--config", recipe)
+    assert (result.returncode, "Traceback" in result.stdout + result.stderr) == (1, False)
+    assert "Unexpected keyword argument 'nonsense'" in result.stdout
 
 
 def test_an_adapter_push_is_checked_as_such(train):
