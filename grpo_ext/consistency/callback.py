@@ -183,11 +183,14 @@ class ProbDiffCallback(TrainerCallback):
         from grpo_ext.consistency.probe import examine
 
         name = "prob_diff_stop" if stops else "prob_diff_warn"
-        findings = examine(self._trainer)
+        found = " ".join(map(str, examine(self._trainer))) or (
+            "A few fresh rollouts agree with the actor within rounding, so no cause is named. Try: look at how these rollouts were "
+            "made (a rollout_func, weights changed since), or a higher prob_diff_warn where the dtype is a low one."
+        )
         logger.warning(
             f"Step {report.step}: rollouts of policy version {report.version} differ from the actor by {mean:.2e} in mean "
             f"probability, above {name}={getattr(self, name):g} (largest {report.metrics[keys.MAX]:.2e}, bias "
-            f"{report.metrics.get(keys.BIAS, float('nan')):+.3f} nats). {' '.join(map(str, findings))}"
+            f"{report.metrics.get(keys.BIAS, float('nan')):+.3f} nats). {found}"
             + (" Training stops with a checkpoint." if stops else "")
         )
 
