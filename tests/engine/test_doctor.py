@@ -95,6 +95,12 @@ def test_an_adapter_push_is_checked_as_such(train):
     assert [check.passed for check in checks if "base model" in check.name] == [None]
 
 
+def test_a_prefix_cache_that_keeps_nothing_is_not_said_to_be_well(train):
+    trainer = train(start=False, model_config={"max_position_embeddings": 64}, max_completion_length=16)
+    (check,) = [check for check in examine_pair(trainer, None)[0] if "prefix cache" in check.name]
+    assert (check.passed, check.measured) == (None, "prompts of 31 tokens fill none of its blocks")
+
+
 def prefix_cache_kept(trainer, monkeypatch):
     monkeypatch.setattr(trainer.vllm_generation.llm, "reset_prefix_cache", lambda: True)
 
