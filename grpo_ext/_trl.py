@@ -267,6 +267,12 @@ def engine_model(llm: Any) -> Any:
     return model_runner(llm).model
 
 
+def cached_block(llm: Any) -> int | None:
+    """Tokens to a block of the engine's prefix cache, the least of a prompt that is kept; None where the cache is off."""
+    cache = llm.llm_engine.vllm_config.cache_config
+    return cache.block_size if cache.enable_prefix_caching else None
+
+
 def engine_argument_names() -> set[str]:
     """Names that `vllm.LLM(**kwargs)` accepts."""
     import dataclasses

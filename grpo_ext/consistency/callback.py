@@ -10,11 +10,12 @@ from transformers import TrainerCallback
 
 from grpo_ext import ranks
 from grpo_ext.consistency import keys
-from grpo_ext.consistency.dump import TokenRecords, check_writable, keep_last, write_pair, write_tokens
+from grpo_ext.consistency.dump import TokenRecords, check_writable, files_by_step, keep_last, write_pair, write_tokens
 from grpo_ext.consistency.monitor import ObservedRows, VersionReport
 from grpo_ext.consistency.prob_diff import token_diff
 from grpo_ext.notices import Notices
 from grpo_ext.rollout.seeds import prompt_key
+from grpo_ext.rules import prob_diff_counts, prob_diff_thresholds
 
 logger = get_logger(__name__)  # the main process speaks for all
 
@@ -34,6 +35,9 @@ class ProbDiffCallback(TrainerCallback):
         prob_diff_save_tokens: a Parquet file beside each dump, with the tokens and both log-probs.
 
     Everything it decides on is reduced over ranks, so all of them decide alike.
+
+    Raises:
+        ValueError: for a negative count, or a threshold outside [0, 1].
     """
 
     def __init__(
@@ -50,12 +54,18 @@ class ProbDiffCallback(TrainerCallback):
         prob_diff_save_tokens: bool = False,
         automatic: bool = False,
     ):
-        self.token_level = enable_token_level_prob_diff
-        self.save_dir = prob_diff_save_dir if enable_token_level_prob_diff else None
-        self.tokens, self.samples = prob_diff_token_max_print, prob_diff_sample_max_print
-        self.warn, self.stop, self.patience = prob_diff_warn, prob_diff_stop, prob_diff_patience
-        self.keep_last, self.save_tokens = prob_diff_keep_last, prob_diff_save_tokens
+        self.enable_token_level_prob_diff = enable_token_level_prob_diff
+        self.prob_diff_save_dir = prob_diff_save_dir
+        self.prob_diff_token_max_print = prob_diff_token_max_print
+        self.prob_diff_sample_max_print = prob_diff_sample_max_print
+        self.prob_diff_warn = prob_diff_warn
+        self.prob_diff_stop = prob_diff_stop
+        self.prob_diff_patience = prob_diff_patience
+        self.prob_diff_keep_last = prob_diff_keep_last
+        self.prob_diff_save_tokens = prob_diff_save_tokens
         self.automatic = automatic
+        for problem in (*prob_diff_counts(self, 1), *prob_diff_thresholds(self, 1)):
+            raise ValueError(problem.text)
         self._trainer: Any = None
         self._notices = Notices()
 
@@ -68,14 +78,41 @@ class ProbDiffCallback(TrainerCallback):
         if self._trainer is trainer:
             return
         self._trainer = trainer
-        if self.token_level:
-            trainer.monitor.grid_shape = (self.samples, self.tokens)
-            trainer.monitor.keeps_rows |= self.save_dir is not None
-        if self.save_dir is not None:
+        self._name_what_has_no_effect()
+        if self.enable_token_level_prob_diff:
+            trainer.monitor.grid_shape = (self.prob_diff_sample_max_print, self.prob_diff_token_max_print)
+            trainer.monitor.keeps_rows |= self._dumps_to is not None
+        if self._dumps_to is not None:
             accelerator = trainer.accelerator
-            mine = check_writable(self.save_dir, trainer.args.output_dir) if accelerator.is_main_process else None
+            mine = check_writable(self._dumps_to, trainer.args.output_dir) if accelerator.is_main_process else None
             if fault := ranks.from_main(accelerator, mine):
-                raise ValueError(f"prob_diff_save_dir={str(self.save_dir)!r}: {fault}.")
+                raise ValueError(f"prob_diff_save_dir={str(self._dumps_to)!r}: {fault}.")
+
+    @property
+    def _dumps_to(self) -> str | None:
+        return self.prob_diff_save_dir if self.enable_token_level_prob_diff else None
+
+    def _name_what_has_no_effect(self) -> None:
+        given = {"prob_diff_save_dir": self.prob_diff_save_dir, "prob_diff_save_tokens": self.prob_diff_save_tokens}
+        idle = [f"{name}={value!r}" for name, value in given.items() if value]
+        if idle and self._dumps_to is None:
+            self._notices.once(
+                "idle",
+                f"{' and '.join(idle)} without effect: single tokens are dumped with enable_token_level_prob_diff=True and "
+                "prob_diff_save_dir set, and not otherwise. Set both.",
+            )
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._trainer is None or self._dumps_to is None or not self._trainer.accelerator.is_main_process:
+            return
+        later = [step for step in files_by_step(self._dumps_to) if step > state.global_step]
+        if later:
+            self._notices.once(
+                "later dumps",
+                f"prob_diff_save_dir={str(self._dumps_to)!r} holds dumps of {len(later)} step(s) after step {state.global_step}, up "
+                f"to {max(later)}: those of an earlier run. A report shows both until this run has written over them. Move them "
+                "away, or name another directory.",
+            )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._trainer is None:
@@ -89,12 +126,12 @@ class ProbDiffCallback(TrainerCallback):
         if report is None:
             self._nothing_seen()
             return
-        if self.save_dir is not None:
-            self._dump(self.save_dir, report)
+        if self._dumps_to is not None:
+            self._dump(self._dumps_to, report)
         self._judge(report, control)
 
     def _nothing_seen(self) -> None:
-        asked = self.token_level or self.stop is not None or not self.automatic
+        asked = self.enable_token_level_prob_diff or self.prob_diff_stop is not None or not self.automatic
         if asked and not self._trainer.monitor.reports:
             self._notices.once(
                 "no log-probs",
@@ -113,10 +150,10 @@ class ProbDiffCallback(TrainerCallback):
         diff = token_diff(torch.from_numpy(mu), torch.from_numpy(pi), torch.from_numpy(mask))
         try:
             write_pair(directory, report.step, diff.numpy(), mask)
-            if self.save_tokens:
+            if self.prob_diff_save_tokens:
                 records = TokenRecords(ids, mu, pi, version, prompt_ids)
                 write_tokens(directory, report.step, mask, records, self._text_of)
-            keep_last(directory, self.keep_last)
+            keep_last(directory, self.prob_diff_keep_last)
         except OSError as error:
             self._notices.once(
                 "dump",
@@ -133,9 +170,10 @@ class ProbDiffCallback(TrainerCallback):
             return
         newest = reversed(self._trainer.monitor.reports)
         known = (each.metrics[keys.MEAN] for each in newest if keys.MEAN in each.metrics)
-        means = list(islice(known, max(2, self.patience)))[::-1]
-        stops = self.stop is not None and len(means) >= self.patience and min(means[-self.patience :]) > self.stop
-        sick = [self.warn is not None and mean > self.warn for mean in means[-2:]]
+        warn, stop, patience = self.prob_diff_warn, self.prob_diff_stop, self.prob_diff_patience
+        means = list(islice(known, max(2, patience)))[::-1]
+        stops = stop is not None and len(means) >= patience and min(means[-patience:]) > stop
+        sick = [warn is not None and mean > warn for mean in means[-2:]]
         if stops or sick in ([True], [False, True]):
             self._say(report, means[-1], stops)
         if stops:
@@ -144,12 +182,15 @@ class ProbDiffCallback(TrainerCallback):
     def _say(self, report: VersionReport, mean: float, stops: bool) -> None:
         from grpo_ext.consistency.probe import examine
 
-        limit = f"prob_diff_stop={self.stop:g}" if stops else f"prob_diff_warn={self.warn:g}"
-        findings = examine(self._trainer)
+        name = "prob_diff_stop" if stops else "prob_diff_warn"
+        found = " ".join(map(str, examine(self._trainer))) or (
+            "A few fresh rollouts agree with the actor within rounding, so no cause is named. Try: look at how these rollouts were "
+            "made (a rollout_func, weights changed since), or a higher prob_diff_warn where the dtype is a low one."
+        )
         logger.warning(
             f"Step {report.step}: rollouts of policy version {report.version} differ from the actor by {mean:.2e} in mean "
-            f"probability, above {limit} (largest {report.metrics[keys.MAX]:.2e}, bias "
-            f"{report.metrics.get(keys.BIAS, float('nan')):+.3f} nats). {' '.join(map(str, findings))}"
+            f"probability, above {name}={getattr(self, name):g} (largest {report.metrics[keys.MAX]:.2e}, bias "
+            f"{report.metrics.get(keys.BIAS, float('nan')):+.3f} nats). {found}"
             + (" Training stops with a checkpoint." if stops else "")
         )
 

@@ -93,10 +93,7 @@ def finding(cause: str, evidence: str) -> Finding:
 
 def diagnose(e: Evidence) -> list[Finding]:
     """The causes that what was measured speaks for, likeliest first; [] where engine and actor agree within rounding."""
-    findings = [*_model_side(e), *_loss_side(e)]
-    sampling = _sampling_side(e)
-    if sampling is not None:
-        findings.append(sampling)
+    findings = [*_model_side(e), *_loss_side(e), *_sampling_side(e)]
     if not findings and e.actor > max(NOISE[e.engine_dtype], NOISE[e.actor_dtype]):
         findings.append(finding("unknown", f"mean |dlogp| {e.actor:.2e} nats, explained by nothing that was tried"))
     return findings
@@ -142,37 +139,40 @@ def _loss_side(e: Evidence) -> list[Finding]:
     return [finding("dropout active in the actor", evidence)]
 
 
-def _sampling_side(e: Evidence) -> Finding | None:
+def _sampling_side(e: Evidence) -> list[Finding]:
     """Faults between logits and the log-probs that came back; judged against the hypothesis that nothing is wrong."""
     h, noise = e.hypotheses, max(NOISE[e.engine_dtype], NOISE[e.actor_dtype])
     plain, loss_temperature = h["plain"], e.fitted[1]
     if e.actor <= noise or (e.model is not None and e.model > noise):
-        return None  # as it should be; or nothing that is made of the logits can be judged
+        return []  # as it should be; or nothing that is made of the logits can be judged
     if plain <= noise:
         if e.actor > noise and abs(loss_temperature / e.temperature - 1) > 0.02:
-            return _temperatures(e, f"the loss's log-probs at {loss_temperature:.3g}")
-        return None
+            return [_temperatures(e, f"the loss's log-probs at {loss_temperature:.3g}")]
+        return []
     if e.truncation and _explains(h.get("truncated"), plain, noise):
         settings = ", ".join(f"{name}={value:g}" for name, value in e.truncation.items())
-        equal = "equal to" if abs(e.bias - e.log_kept_mass) <= 0.05 * abs(e.log_kept_mass) + noise else "against"
+        equal = "equal to" if abs(e.bias - e.log_kept_mass) <= 0.01 * abs(e.log_kept_mass) + noise else "against"
         evidence = f"bias {e.bias:+.3f} nats, {equal} the log of the kept mass {e.log_kept_mass:+.3f} ({settings})"
-        return finding("truncated sampling", evidence)
+        both = [_penalised(e, e.penalties | e.truncation, h["truncated"])] if e.penalties else []
+        return [finding("truncated sampling", evidence), *both]
     if e.penalties and _explains(h.get("penalised"), plain, noise):
-        settings = ", ".join(f"{name}={value}" for name, value in e.penalties.items())
-        evidence = _matches(f"the actor's under {settings}", h["penalised"], plain)
-        return finding("penalty or logit bias", evidence)
+        return [_penalised(e, e.penalties, h["penalised"])]
+    restricted = finding(
+        "restricted sampling", f"{', '.join(e.restrictions)} in the sampling settings, bias {e.bias:+.3f} nats"
+    )
     if e.restrictions and _explains(h.get("penalised"), plain, noise, left=0.5):
-        return finding("restricted sampling", f"{', '.join(e.restrictions)} in the sampling settings, bias {e.bias:+.3f} nats")
+        return [restricted]
     best = min((name for name in ("fitted", *_WRONG_TOKENS) if name in h), key=lambda name: h[name], default=None)
     if best is None or not _explains(h[best], plain, noise):
-        if e.restrictions:
-            return finding(
-                "restricted sampling", f"{', '.join(e.restrictions)} in the sampling settings, bias {e.bias:+.3f} nats"
-            )
-        return None
+        return [restricted] if e.restrictions else []
     if best == "fitted":
-        return _temperatures(e, f"the engine's log-probs at {e.fitted[0]:.3g}")
-    return finding("log-prob of a wrong token", _matches(_WRONG_TOKENS[best], h[best], plain))
+        return [_temperatures(e, f"the engine's log-probs at {e.fitted[0]:.3g}")]
+    return [finding("log-prob of a wrong token", _matches(_WRONG_TOKENS[best], h[best], plain))]
+
+
+def _penalised(e: Evidence, in_force: dict[str, Any], residual: float) -> Finding:
+    settings = ", ".join(f"{name}={value}" for name, value in in_force.items())
+    return finding("penalty or logit bias", _matches(f"the actor's under {settings}", residual, e.hypotheses["plain"]))
 
 
 _WRONG_TOKENS = {

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_ext import _trl
 from grpo_ext.plan.recipe import RecipeError, read_recipe
 from grpo_ext.rollout.sampling import as_mapping
 
@@ -52,8 +53,9 @@ def run_doctor(model: str, *, config: Path | None = None, lora_rank: int | None 
         with tempfile.TemporaryDirectory() as folder:
             trainer = _build(model, settings, lora_rank, folder)
             checks, findings = examine_pair(trainer, lora_rank)
-    except (RecipeError, ValueError, OSError, ImportError) as error:
-        console.print(f"grpo-ext doctor: {error}", style="red", markup=False, highlight=False)
+    except Exception as error:  # whatever a model, a recipe or an engine raises is what was asked for, and no crash
+        kind = "" if isinstance(error, (RecipeError, ValueError, OSError, ImportError)) else f"{type(error).__name__}: "
+        console.print(f"grpo-ext doctor: {kind}{error}", style="red", markup=False, highlight=False)
         return 1
     console.print(_table(model, checks))
     for finding in findings:
@@ -120,8 +122,7 @@ def examine_pair(trainer: Any, lora_rank: int | None) -> tuple[list[Check], list
         checks += [_agreement(f"after a change of the LoRA adapter (r={lora_rank}) and a push", after), _moved(changed)]
         checks.append(_untouched(trainer, base))
     _disturb(trainer, adapter=lora_rank is not None)
-    cached = look(long)
-    checks.append(_agreement("prefix cache dropped by a push (long prompts again)", cached))
+    checks.append(_prefix_cache(trainer, len(long[0]), look(long)))
     findings = {finding.cause: finding for each in evidence for finding in diagnose(each)}
     return checks, list(findings.values())
 
@@ -138,6 +139,13 @@ def _agreement(name: str, e: Any) -> Check:
     limit = _limits(e.actor_dtype)[0]
     measured = f"mean |dp| {e.probability:.1e}, largest |dlogp| {e.largest:.1e} ({e.tokens} tokens)"
     return Check(name, measured, f"mean |dp| {limit:g}", e.probability <= limit)
+
+
+def _prefix_cache(trainer: Any, prompt: int, e: Any) -> Check:
+    name, block = "prefix cache dropped by a push (long prompts again)", _trl.cached_block(trainer.vllm_generation.llm)
+    if block is None or prompt <= block:  # nothing of a prompt is kept, so nothing can be stale
+        return Check(name, "it is off" if block is None else f"prompts of {prompt} tokens fill none of its blocks", "", None)
+    return _agreement(name, e)
 
 
 def _padding(e: Any) -> Check:

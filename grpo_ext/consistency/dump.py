@@ -78,13 +78,23 @@ def write_tokens(
     return path
 
 
-def keep_last(directory: str | PathLike[str], steps: int) -> None:
-    """Delete the files of all but the `steps` highest step numbers."""
+def files_by_step(directory: str | PathLike[str]) -> dict[int, list[Path]]:
+    """The dumps in a directory."""
     files: dict[int, list[Path]] = {}
     for path in Path(directory).iterdir():
         if match := _STEP.fullmatch(path.name):
             files.setdefault(int(match[1]), []).append(path)
-    for step in sorted(files)[:-steps]:
+    return files
+
+
+def keep_last(directory: str | PathLike[str], steps: int) -> None:
+    """Delete the files of all but the `steps` steps written last. Where two were written at once, the higher number is the later.
+
+    Not the highest numbers: a run in the directory of an earlier, longer one would delete what it has just written.
+    """
+    files = files_by_step(directory)
+    written = {step: max(path.stat().st_mtime_ns for path in paths) for step, paths in files.items()}
+    for step in sorted(files, key=lambda step: (written[step], step))[:-steps]:
         for path in files[step]:
             path.unlink(missing_ok=True)
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
+import numpy as np
 import torch
 
 from grpo_ext.consistency import keys
@@ -40,7 +41,7 @@ def calculate_prob_diff_metrics(batch: Any) -> dict[str, float]:
     a metric NaN.
 
     Raises:
-        ValueError: for shapes that do not fit, or a rollout log-prob above 0.
+        TypeError, ValueError: for no mapping, shapes that do not fit, or a log-prob above 0.
     """
     scored = _scored(batch)
     return {} if scored is None else consistency_metrics(consistency_sums(scored.mu, scored.pi, scored.mask))
@@ -64,8 +65,12 @@ def calculate_token_level_prob_diff(
     Returns: one entry per token under the mask that was scored; {} where an input is missing.
 
     Raises:
-        ValueError: for shapes that do not fit, a rollout log-prob above 0, or a `save_dir` without `step`.
+        TypeError, ValueError: for no mapping, shapes that do not fit, a log-prob above 0, a negative count, or a `save_dir`
+            without a whole `step`.
     """
+    for name, count in (("token_max_print", token_max_print), ("sample_max_print", sample_max_print)):
+        if count < 0:
+            raise ValueError(f"{name}={count}: at least 0 is needed. Leave it out, or set 0 to get no single token.")
     scored = _scored(batch)
     if scored is None:
         return {}
@@ -73,9 +78,9 @@ def calculate_token_level_prob_diff(
     if save_dir is not None:
         from grpo_ext.consistency.dump import write_pair
 
-        if step is None:
-            raise ValueError("save_dir was given without step, which the file names need. Pass step=<optimizer step>.")
-        write_pair(save_dir, step, diff.cpu().numpy(), scored.mask.cpu().numpy())
+        if step is None or step != int(step) or step < 0:
+            raise ValueError(f"save_dir with step={step!r}: file names need a whole number. Pass step=<optimizer step>.")
+        write_pair(save_dir, int(step), diff.cpu().numpy(), scored.mask.cpu().numpy())
     return diff_grid(diff, scored.mask, token_max_print, sample_max_print)
 
 
@@ -98,39 +103,49 @@ def diff_grid(diff_BT: torch.Tensor, mask_BT: torch.Tensor, tokens: int, samples
 def _scored(batch: Any) -> Scored | None:
     """The three tensors of a batch, or None where one of its inputs is missing."""
     inner = getattr(batch, "batch", None)
-    found = {name: _tensor(name, inner if inner is not None and not isinstance(batch, Mapping) else batch) for name in _INPUTS}
-    mu, pi, responses = found["rollout_log_probs"], found["old_log_probs"], found["responses"]
-    mask = found["response_mask"] if found["response_mask"] is not None else found["attention_mask"]
-    if mu is None or pi is None or responses is None or mask is None:
+    found = batch if inner is None or isinstance(batch, Mapping) else inner
+    if not hasattr(found, "keys"):
+        raise TypeError(f"a batch maps rollout_log_probs, old_log_probs, ... to tensors (B, T); {type(found)} does not.")
+    names = {"rollout_log_probs", "old_log_probs", "responses", "response_mask", "attention_mask"} & set(found.keys())
+    given = {name: found[name] for name in names if found[name] is not None}
+    of_mask = "response_mask" if "response_mask" in given else "attention_mask"
+    if not {"rollout_log_probs", "old_log_probs", "responses", of_mask} <= given.keys():
         return None
-    T = responses.size(1)
-    if found["response_mask"] is None:
-        mask = mask[:, mask.size(1) - T :] if mask.size(1) >= T else mask
-    shapes = {tuple(x.shape) for x in (mu, pi, responses, mask)}
-    if len(shapes) > 1:
+    mu, pi, responses, mask = (
+        _matrix(name, given[name]) for name in ("rollout_log_probs", "old_log_probs", "responses", of_mask)
+    )
+    if of_mask == "attention_mask":
+        mask = mask[:, max(mask.size(1) - responses.size(1), 0) :]
+    if len({x.shape for x in (mu, pi, responses, mask)}) > 1:
         raise ValueError(
             f"rollout_log_probs {tuple(mu.shape)}, old_log_probs {tuple(pi.shape)}, responses {tuple(responses.shape)} and the "
             f"mask {tuple(mask.shape)} must have one shape (B, T). Cut each to the T columns of the responses."
         )
     mask = mask.to(mu.device) != 0
     mu, pi = mu.float() if not mu.is_floating_point() else mu, pi.to(mu.device)
-    above = mask & (mu > POSITIVE_TOLERANCE)
-    if above.any():
-        row, position = above.nonzero()[0].tolist()
-        raise ValueError(
-            f"rollout_log_probs[{row}, {position}] = {float(mu[row, position]):.4g}: a log-prob is at most 0. Pass natural "
-            "logarithms of probabilities, neither probabilities nor logits."
-        )
+    for name, logps in (("rollout_log_probs", mu), ("old_log_probs", pi)):
+        _refuse_positive(name, logps, mask)
     return Scored(mu, pi, mask)
 
 
-_INPUTS = ("rollout_log_probs", "old_log_probs", "responses", "response_mask", "attention_mask")
+def _matrix(name: str, value: Any) -> torch.Tensor:
+    """`value` as a tensor of two dimensions, without gradient; None in a list becomes NaN."""
+    try:
+        matrix = value.detach() if isinstance(value, torch.Tensor) else torch.from_numpy(np.array(value, dtype=np.float64))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{name} cannot be read as numbers (B, T): {error}. Pad its rows to one length, and mask the padding with 0."
+        ) from None
+    if matrix.dim() != 2:
+        raise ValueError(f"{name} has the shape {tuple(matrix.shape)}, where rows and tokens (B, T) belong. Reshape it.")
+    return matrix
 
 
-def _tensor(name: str, batch: Any) -> torch.Tensor | None:
-    value = batch[name] if name in batch.keys() else None  # noqa: SIM118 (a TensorDict iterates over rows)
-    if value is None or isinstance(value, torch.Tensor):
-        return value
-    if isinstance(value, (list, tuple)):
-        value = [[math.nan if entry is None else entry for entry in row] for row in value]
-    return torch.as_tensor(value)
+def _refuse_positive(name: str, logps: torch.Tensor, mask: torch.Tensor) -> None:
+    above = mask & (logps > POSITIVE_TOLERANCE)
+    if above.any():
+        row, position = above.nonzero()[0].tolist()
+        raise ValueError(
+            f"{name}[{row}, {position}] = {float(logps[row, position]):.4g}: a log-prob is at most 0. Pass natural "
+            "logarithms of probabilities, neither probabilities nor logits."
+        )

@@ -6,6 +6,7 @@ and what is made of l where both are finite. Formulas of the KL estimates, chi-s
 `rollout_corr` metrics, defined over finite tokens of the loss mask here.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from grpo_ext.consistency import keys
 _DECADES, _PER_DECADE = 12, 40
 _BINS = _DECADES * _PER_DECADE + 1  # bin 0: below 1e-12, exact zeros
 _LARGEST_EXPONENT = 300.0  # of a ratio, so that its square stays finite in float64
+_LARGEST_RATIO = math.exp(_LARGEST_EXPONENT)
 
 _PER_TOKEN = (
     "n_p", "d", "dd", "mu", "pi", "mumu", "pipi", "mupi", "outside", "n_l", "l", "k3", "rho_squared", "w", "ww",
@@ -44,7 +46,7 @@ def consistency_sums(
 ) -> ConsistencySums:
     """Sums of some rows. weights (B, T) or (B, 1): the importance weights in use, for the effective sample size; else rho."""
     mask = mask_BT.bool()
-    scored = mask & ~torch.isnan(mu_BT) & ~torch.isnan(pi_BT)
+    scored = mask & (mu_BT < torch.inf) & (pi_BT < torch.inf)  # nor NaN
     finite = mask & torch.isfinite(mu_BT) & torch.isfinite(pi_BT)
     mu, pi = mu_BT.double(), pi_BT.double()
     p_mu, p_pi = (torch.where(scored, x, -torch.inf).exp() for x in (mu, pi))
@@ -52,7 +54,7 @@ def consistency_sums(
     difference = torch.where(finite, pi - mu, 0.0)
     l_BT = difference.clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
     rho = torch.where(finite, l_BT.exp(), 0.0)
-    w = rho if weights is None else torch.where(finite, weights.double().expand_as(rho), 0.0)
+    w = rho if weights is None else torch.where(finite, weights.double().clamp(max=_LARGEST_RATIO).expand_as(rho), 0.0)
     low, high = keys.RATIO_BOUNDS
     outside = (finite & ((rho < low) | (rho > high))) | (scored & ~finite & (d > 0))
     unscored = mask & torch.isnan(mu_BT)

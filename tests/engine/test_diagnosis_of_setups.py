@@ -1,5 +1,7 @@
 """Faults that come with how a run was set up, each with an engine of its own: named, with evidence. See `test_diagnosis`."""
 
+import logging
+
 import pytest
 from peft import LoraConfig
 
@@ -62,3 +64,10 @@ def test_lora_not_applied(train, monkeypatch, sync):
         monkeypatch.setattr("grpo_ext.rollout.engine._lora_request", lambda: None)
     (finding,) = examine(trainer)
     assert (finding.cause, "without its adapter" in finding.evidence) == ("LoRA not applied", True)
+
+
+def test_where_fresh_rollouts_agree_the_warning_says_so(train, caplog):
+    with caplog.at_level(logging.WARNING):
+        train(max_steps=1, prob_diff_warn=0.0)
+    assert "above prob_diff_warn=0 " in caplog.text
+    assert "A few fresh rollouts agree with the actor within rounding, so no cause is named. Try: " in caplog.text

@@ -1,6 +1,7 @@
 """grpo-ext doctor on a tiny model: health passes every check, and each planted fault fails the check that is meant for it."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -68,12 +69,36 @@ def test_a_model_that_is_not_there(tmp_path):
     assert "nothing" in result.stdout
 
 
+def test_a_model_that_cannot_be_read(models, tmp_path):
+    shutil.copytree(models("qwen2"), tmp_path / "cut")
+    weights = tmp_path / "cut/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:2000])
+    result = command("--model", tmp_path / "cut")
+    assert (result.returncode, "Traceback" in result.stdout + result.stderr) == (1, False)
+    assert "SafetensorError" in result.stdout
+
+
+@pytest.mark.slow
+def test_what_the_engine_refuses_is_told(models, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("generation_kwargs:\n  nonsense: 3\n")
+    result = command("--model", models("qwen2"), "--config", recipe)
+    assert (result.returncode, "Traceback" in result.stdout + result.stderr) == (1, False)
+    assert "Unexpected keyword argument 'nonsense'" in result.stdout
+
+
 def test_an_adapter_push_is_checked_as_such(train):
     lora = LoraConfig(r=4, target_modules="all-linear")
     trainer = train(start=False, peft_config=lora, vllm_weight_sync="adapter", max_completion_length=32)
     checks, findings = examine_pair(trainer, 4)
     assert (failed(checks), findings) == (set(), [])
     assert [check.passed for check in checks if "base model" in check.name] == [None]
+
+
+def test_a_prefix_cache_that_keeps_nothing_is_not_said_to_be_well(train):
+    trainer = train(start=False, model_config={"max_position_embeddings": 64}, max_completion_length=16)
+    (check,) = [check for check in examine_pair(trainer, None)[0] if "prefix cache" in check.name]
+    assert (check.passed, check.measured) == (None, "prompts of 31 tokens fill none of its blocks")
 
 
 def prefix_cache_kept(trainer, monkeypatch):

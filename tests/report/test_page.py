@@ -140,10 +140,18 @@ def test_a_place_that_cannot_be_written(dumps, tmp_path):
             write_report(dumps, page)
 
 
-@pytest.mark.parametrize("warn, stop", [(0, None), (-1, None), (0.005, 0.005), (0.01, 0.005), (float("nan"), None)])
+@pytest.mark.parametrize(
+    "warn, stop",
+    [(0, None), (-1, None), (0.005, 0.005), (0.01, 0.005), (float("nan"), None), (0.005, 0.0), (0.005, float("inf"))],
+)
 def test_thresholds_that_do_not_fit(dumps, tmp_path, warn, stop):
     with pytest.raises(DumpError, match=r"--warn 0\.005 --stop 0\.01"):
         write_report(dumps, tmp_path / "report.html", warn=warn, stop=stop)
+
+
+def test_one_file_for_page_and_picture(dumps, tmp_path):
+    with pytest.raises(DumpError, match=r"another name, such as report-figures\.png"):
+        write_report(dumps, tmp_path / "report.html", png=tmp_path / "report.html")
 
 
 @pytest.mark.parametrize("library", ["plotly", "jinja2", "pyarrow", "matplotlib"])

@@ -139,7 +139,7 @@ def test_any_damage_is_read_or_named(tmp_path, flips, length):
 
 def test_names_that_are_no_dumps(tmp_path):
     write_dump(tmp_path, 7, GOOD)
-    for name in ("prob_diff_step_007.npy", "prob_diff_step_last.npy", "prob_diff_step_-1.npy", "prob_mask_step_8.npy"):
+    for name in ("prob_diff_step_007.npy", "prob_diff_step_last.npy", f"prob_diff_step_{10**15}.npy", "prob_mask_step_8.npy"):
         np.save(tmp_path / name, np.zeros((2, 3)))
     (tmp_path / "prob_tokens_step_9.parquet").touch()
     (tmp_path / ".prob_diff_step_3.npy.123.tmp").touch()
@@ -147,7 +147,8 @@ def test_names_that_are_no_dumps(tmp_path):
     dumps, problems = read(tmp_path)
     assert [dump.step for dump in dumps] == [7]
     assert problems == [
-        "prob_diff_step_-1.npy and 1 more: left out: the name has no step number, as in prob_diff_step_12.npy",
+        "prob_diff_step_1000000000000000.npy and 1 more: left out: the name has no step number of at most 15 digits, as in "
+        "prob_diff_step_12.npy",
         "prob_diff_step_7.npy: left out: the same step as prob_diff_step_007.npy",
         "prob_mask_step_8.npy and 1 more: left out: no prob_diff_step_*.npy of this step is beside it",
     ]

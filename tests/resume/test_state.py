@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from grpo_ext.files import replacing
 from grpo_ext.resume.state import StateError, Unsavable, check_savable, read_state, write_state
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool)
@@ -105,16 +104,3 @@ def test_foreign_files(tmp_path):
         read_state(tmp_path / "later")
     with pytest.raises(StateError, match=r"absent is damaged or cannot be read"):
         read_state(tmp_path / "absent")
-
-
-def test_a_failed_write_leaves_what_was_there(tmp_path):
-    path = tmp_path / "file"
-    path.write_text("old")
-    with pytest.raises(OSError, match="no space"), replacing(path) as unfinished:
-        unfinished.write_text("ne")
-        raise OSError("no space")
-    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
-    with replacing(path) as unfinished:
-        unfinished.write_text("new")
-        assert path.read_text() == "old"
-    assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -11,6 +12,7 @@ from trl import GRPOTrainer
 
 from grpo_ext import GRPOExtTrainer, ProbDiffCallback
 from grpo_ext.consistency import keys
+from grpo_ext.consistency.dump import write_pair
 from tests.trainer.replay import both, rollouts, train
 
 LOOPS = [
@@ -174,6 +176,41 @@ def test_on_a_trainer_without_a_monitor_it_says_so(model, tmp_path, caplog):
         run = train(GRPOTrainer, model, tmp_path, max_steps=2, before=add)
     assert run.state.global_step == 2
     assert len([r for r in caplog.records if "Use GRPOExtTrainer" in r.getMessage()]) == 1
+
+
+def test_a_run_in_the_directory_of_a_longer_one_keeps_its_own_dumps(model, tmp_path, caplog):
+    run = dict(enable_token_level_prob_diff=True, prob_diff_save_dir=str(tmp_path / "dumps"), prob_diff_keep_last=3)
+    for step in (8, 9):
+        for path in write_pair(tmp_path / "dumps", step, np.zeros((1, 1)), np.ones((1, 1))):
+            os.utime(path, (0, 0))
+    with caplog.at_level(logging.WARNING):
+        train(GRPOExtTrainer, model, tmp_path / "out", max_steps=4, **run)
+    assert sorted(path.name for path in (tmp_path / "dumps").glob("*diff*")) == [f"prob_diff_step_{i}.npy" for i in (2, 3, 4)]
+    (said,) = [r.getMessage() for r in caplog.records if "earlier run" in r.getMessage()]
+    assert "dumps of 2 step(s) after step 0, up to 9" in said
+
+
+@pytest.mark.parametrize(
+    "idle",
+    [{"prob_diff_save_dir": "dumps"}, {"enable_token_level_prob_diff": True, "prob_diff_save_tokens": True}],
+    ids=["a directory", "tokens"],
+)
+def test_a_setting_without_effect_is_named_once(model, tmp_path, caplog, idle):
+    with caplog.at_level(logging.WARNING):
+        train(GRPOExtTrainer, model, tmp_path, max_steps=1, **idle)
+    (said,) = [r.getMessage() for r in caplog.records if "without effect" in r.getMessage()]
+    name, value = list(idle.items())[-1]
+    assert f"{name}={value!r} without effect" in said
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"prob_diff_patience": 0}, {"prob_diff_keep_last": 0}, {"prob_diff_token_max_print": -1}, {"prob_diff_warn": math.nan}],
+)
+def test_by_hand_it_is_checked_as_the_config_is(wrong):
+    (name,) = wrong
+    with pytest.raises(ValueError, match=name):
+        ProbDiffCallback(**wrong)
 
 
 def test_a_directory_that_cannot_be_written_is_refused_before_training(model, tmp_path):

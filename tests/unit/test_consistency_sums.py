@@ -63,6 +63,12 @@ def test_weights_in_use_make_the_effective_sample_size():
     assert metrics[keys.EFFECTIVE_SAMPLE_SIZE] == pytest.approx(1 / np.mean((w / w.mean()) ** 2))
 
 
+def test_a_weight_without_bound_is_a_sample_of_one():
+    mu, pi = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.0, -1.0]])
+    metrics = consistency_metrics(consistency_sums(mu, pi, torch.ones(1, 2), torch.tensor([[math.inf, 1.0]])))
+    assert metrics[keys.EFFECTIVE_SAMPLE_SIZE] == pytest.approx(0.5)  # one of two
+
+
 @pytest.mark.parametrize("scale", [1e-9, 1e-5, 1e-2, 0.3])
 def test_quantiles_within_half_a_bin(scale):
     torch.manual_seed(2)
@@ -110,6 +116,12 @@ def test_extreme_ratios_stay_finite():
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics[keys.NON_FINITE] == 2
     assert metrics[keys.RATIO_OUTSIDE] == 1.0
+
+
+def test_an_actor_at_plus_infinity_is_counted_and_left_out():
+    mu, pi = torch.tensor([[-1.0, -1.0]]), torch.tensor([[math.inf, -1.0]])
+    metrics = consistency_metrics(consistency_sums(mu, pi, torch.ones(1, 2)))
+    assert (metrics[keys.NON_FINITE], metrics[keys.MEAN], metrics[keys.MAX]) == (1, 0.0, 0.0)
 
 
 def test_only_unscored_tokens_leave_counts():

@@ -68,6 +68,18 @@ def test_two_faults_are_both_named():
     assert found == ["dropout active in the actor", "truncated sampling"]
 
 
+def test_a_penalty_beside_a_truncation_is_named_and_the_bias_is_not_said_to_be_the_kept_mass():
+    found = diagnose(
+        replace(
+            HEALTHY, actor=1.7, bias=-1.662, log_kept_mass=-1.594, hypotheses=OFF | {"plain": 1.7, "truncated": 1e-7},
+            truncation={"top_k": 4}, penalties={"repetition_penalty": 1.3},
+        )
+    )  # fmt: skip
+    assert [each.cause for each in found] == ["truncated sampling", "penalty or logit bias"]
+    assert "bias -1.662 nats, against the log of the kept mass -1.594" in found[0].evidence
+    assert "under repetition_penalty=1.3, top_k=4: 1.0e-07 nats off, against 1.7e+00" in found[1].evidence
+
+
 def test_what_nothing_explains_is_unknown():
     assert causes(actor=0.3, hypotheses=OFF) == ["unknown"]
 

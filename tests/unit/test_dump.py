@@ -32,15 +32,25 @@ def test_the_twin_has_a_row_for_every_token_that_counts(tmp_path):
     assert np.isnan(rows[1]["rollout_log_prob"])
 
 
-def test_only_the_last_steps_stay(tmp_path):
-    for step in (9, 10, 100, 8):
-        write_pair(tmp_path, step, np.zeros((1, 1)), np.ones((1, 1)))
+def test_only_the_steps_written_last_stay(tmp_path):
+    """The third is the first of a new run in the directory of an old one."""
+    for second, step in enumerate((99, 100, 1, 2)):
+        for path in write_pair(tmp_path, step, np.zeros((1, 1)), np.ones((1, 1))):
+            os.utime(path, (second, second))
     (tmp_path / "prob_diff_step_notes.npy").write_text("mine")
-    keep_last(tmp_path, 2)
+    keep_last(tmp_path, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "prob_diff_step_10.npy", "prob_diff_step_100.npy", "prob_diff_step_notes.npy",
-        "prob_mask_step_10.npy", "prob_mask_step_100.npy",
+        "prob_diff_step_1.npy", "prob_diff_step_100.npy", "prob_diff_step_2.npy", "prob_diff_step_notes.npy",
+        "prob_mask_step_1.npy", "prob_mask_step_100.npy", "prob_mask_step_2.npy",
     ]  # fmt: skip
+
+
+def test_of_steps_written_at_once_the_higher_number_stays(tmp_path):
+    for step in (10, 9):
+        for path in write_pair(tmp_path, step, np.zeros((1, 1)), np.ones((1, 1))):
+            os.utime(path, (0, 0))
+    keep_last(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["prob_diff_step_10.npy", "prob_mask_step_10.npy"]
 
 
 WRITER = """

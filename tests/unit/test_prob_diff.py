@@ -118,18 +118,61 @@ def test_half_precision_and_masked_rubbish_make_no_nan():
     assert not calculate_token_level_prob_diff(batch(mu, pi)).keys() & {"training/rollout_probs_diff/s0_p0002"}
 
 
-def test_a_positive_log_prob_is_refused_with_its_place():
-    mu = MU.clone()
-    mu[1, 0] = 0.3
-    with pytest.raises(ValueError, match=r"rollout_log_probs\[1, 0\] = 0.3.*at most 0"):
-        calculate_prob_diff_metrics(batch(mu))
+@pytest.mark.parametrize("name", ["rollout_log_probs", "old_log_probs"])
+def test_a_positive_log_prob_is_refused_with_its_place(name):
+    for value in (0.3, math.inf):
+        given = batch()
+        given[name] = given[name].clone()
+        given[name][1, 0] = value
+        with pytest.raises(ValueError, match=rf"{name}\[1, 0\] = {value}.*at most 0"):
+            calculate_prob_diff_metrics(given)
 
 
-def test_shapes_that_do_not_fit_are_named():
-    with pytest.raises(ValueError, match=r"\(2, 2\).*one shape"):
-        calculate_prob_diff_metrics(batch(pi=PI[:, :2]))
+def test_log_probs_with_a_gradient_are_dumped(tmp_path):
+    pi = PI.clone().requires_grad_()
+    assert calculate_token_level_prob_diff(batch(pi=pi), tmp_path, 0) == calculate_token_level_prob_diff(batch())
+    assert np.load(tmp_path / "prob_diff_step_0.npy", allow_pickle=False)[1, 1] == pytest.approx(0.2)
 
 
-def test_a_directory_wants_a_step(tmp_path):
+def test_arrays_of_objects_and_turned_arrays_serve():
+    objects = np.array([[-0.5, None]], dtype=object)
+    metrics = calculate_prob_diff_metrics(batch(objects, [[-0.5, -1.0]], [[1, 1]]) | {"responses": [[5, 6]]})
+    assert (metrics["training/rollout_tokens"], metrics["training/rollout_unscored_tokens"]) == (2, 1)
+    turned = batch(MU.numpy()[::-1], PI.numpy()[::-1], MASK.numpy()[::-1])
+    assert calculate_prob_diff_metrics(turned) == pytest.approx(calculate_prob_diff_metrics(batch()))
+
+
+@pytest.mark.parametrize(
+    ("mu", "said"),
+    [
+        (MU[0], r"rollout_log_probs has the shape \(3,\), where rows and tokens"),
+        (MU[None], r"rollout_log_probs has the shape \(1, 2, 3\), where rows and tokens"),
+        ([[-0.5], [-0.1, -0.2]], "rollout_log_probs cannot be read as numbers.*Pad its rows to one length"),
+        (PI[:, :2], r"\(2, 2\).*one shape"),
+    ],
+    ids=["one dimension", "three", "ragged", "other columns"],
+)
+def test_shapes_that_do_not_fit_are_named(tmp_path, mu, said):
+    given = batch() | {"rollout_log_probs": mu}
+    for function in (calculate_prob_diff_metrics, lambda wrong: calculate_token_level_prob_diff(wrong, tmp_path, 0)):
+        with pytest.raises(ValueError, match=said):
+            function(given)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_list_is_no_batch():
+    with pytest.raises(TypeError, match="maps rollout_log_probs"):
+        calculate_prob_diff_metrics([MU, PI])
+
+
+@pytest.mark.parametrize("count", ["token_max_print", "sample_max_print"])
+def test_a_negative_count_is_refused(count):
+    with pytest.raises(ValueError, match=f"{count}=-1: at least 0"):
+        calculate_token_level_prob_diff(batch(), **{count: -1})
+
+
+@pytest.mark.parametrize("step", [None, -1, 2.5])
+def test_a_directory_wants_a_step(tmp_path, step):
     with pytest.raises(ValueError, match="step"):
-        calculate_token_level_prob_diff(batch(), tmp_path)
+        calculate_token_level_prob_diff(batch(), tmp_path, step)
+    assert list(tmp_path.iterdir()) == []

@@ -20,8 +20,10 @@ def write_report(
     `warn` and `stop` are thresholds on a step's mean probability difference. Files that cannot be used are logged as warnings, listed
     on the page, and left out. Raises DumpError where no dump can be used, a library is missing, or a file cannot be written.
     """
-    if not 0 < warn < (stop or float("inf")):
-        raise DumpError(f"warn {warn:g} and stop {stop} do not fit: 0 < warn < stop, as in --warn 0.005 --stop 0.01")
+    if not 0 < warn < (1 if stop is None else stop) <= 1:
+        raise DumpError(f"warn {warn:g} and stop {stop} do not fit: 0 < warn < stop <= 1, as in --warn 0.005 --stop 0.01")
+    if png is not None and png.absolute() == output.absolute():
+        raise DumpError(f"page and picture cannot both be {output}: give --png another name, such as {output.stem}-figures.png")
     problems = Problems()
     files = find_steps(directory, problems)
     _need("plotly", "jinja2", *(["pyarrow"] if any(f.tokens for f in files) else []), *(["matplotlib"] if png else []))

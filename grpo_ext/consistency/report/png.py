@@ -54,10 +54,12 @@ def draw(run: Run) -> bytes:
         figure.colorbar(image, ax=picture, label="log10 of the largest difference")
     picture.set(xlim=(-0.5, positions - 0.5), ylim=(rows - 0.5, -0.5))
 
-    middles = np.arange(len(step.position_mean)) * step.block[1] + (step.block[1] - 1) / 2
-    by_position.step(middles, np.maximum(step.position_mean, FLOOR), where="mid", color=_COLORS["mean"])
+    columns = np.arange(len(step.position_mean) + 1) * step.block[1] - 0.5
+    by_position.stairs(np.maximum(step.position_mean, FLOOR), columns, baseline=None, color=_COLORS["mean"], linewidth=1.5)
     by_position.set(title=f"Step {step.step}: mean by position", xlabel="position in the completion", yscale="log")
     by_position.set(ylabel="probability difference", xlim=(-0.5, positions - 0.5))
+    for axis in (picture.xaxis, picture.yaxis, by_position.xaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
     for axes in (trend, histogram, by_position):
         axes.grid(alpha=0.3)
 

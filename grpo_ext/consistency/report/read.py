@@ -73,8 +73,8 @@ def find_steps(directory: Path, problems: Problems) -> list[StepFiles]:
         match = _NAME.fullmatch(name)
         if match is None or (match[1], match[3]) not in _KINDS:
             continue
-        if not re.fullmatch(r"[0-9]{1,18}", match[2]):
-            problems.add(name, "left out: the name has no step number, as in prob_diff_step_12.npy")
+        if not re.fullmatch(r"[0-9]{1,15}", match[2]):
+            problems.add(name, "left out: the name has no step number of at most 15 digits, as in prob_diff_step_12.npy")
         elif int(match[2]) in found[match[1]]:
             problems.add(name, f"left out: the same step as {found[match[1]][int(match[2])].name}")
         else:
