@@ -6,6 +6,9 @@ from typing import Any
 
 from torch import nn
 
+# PEFT's adapters whose config does not call the probability what their layers call it.
+_FIELD_OF = {"oft_dropout": "module_dropout", "delora_dropout": "module_dropout"}
+
 
 @dataclass(frozen=True)
 class Dropout:
@@ -46,7 +49,9 @@ def _probability(value: Any) -> float:
 
 def remedies(found: Sequence[Dropout], config: Mapping[str, Any]) -> list[str]:
     """The settings that take it away. config: the model's; a layer has its probability from the field of that value."""
-    adapter = [f"{each.setting}=0 in the adapter's config" for each in found if each.kind == "adapter"]
+    adapter = [
+        f"{_FIELD_OF.get(each.setting, each.setting)}=0 in the adapter's config" for each in found if each.kind == "adapter"
+    ]
     modules = ["disable_dropout=True" for each in found if each.kind == "module"]
     layers = {each.setting: each.p for each in found if each.kind == "layer"}
     fields = [key for key, value in config.items() if "drop" in key and value in layers.values()]

@@ -51,13 +51,15 @@ def test_dropout_modules_are_taken_away_by_disable_dropout():
 
 
 def test_an_adapters_own():
-    from peft import LoHaConfig, LoraConfig, get_peft_model
+    from peft import LoHaConfig, LoraConfig, OFTConfig, get_peft_model
 
     lora = get_peft_model(build("llama"), LoraConfig(target_modules=["q_proj"], lora_dropout=0.25))
     where = "base_model.model.model.layers.0.self_attn.q_proj.lora_dropout.default"
     assert active_dropout(lora) == [Dropout(where, 0.25, "adapter", "lora_dropout")]
     loha = get_peft_model(build("llama"), LoHaConfig(target_modules=["q_proj"], module_dropout=0.5))
-    assert remedies(active_dropout(loha), {}) == ["module_dropout=0 in the adapter's config"]
+    oft = get_peft_model(build("llama"), OFTConfig(target_modules=["q_proj"], oft_block_size=8, module_dropout=0.5))
+    for adapted in (loha, oft):
+        assert remedies(active_dropout(adapted), {}) == ["module_dropout=0 in the adapter's config"]
 
 
 def test_a_model_without_any():
