@@ -10,7 +10,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.replay import RecordedRollouts, lognormal, recorded, token_reward, uniform
 from grpo_ext import GRPOExtTrainer
-from grpo_ext.resume.checkpoint import View, fault
+from grpo_ext.resume.choice import View, fault
 from grpo_ext.resume.state import read_state, write_state
 from tests.resume.runs import MIDDLE, train
 from tests.tiny import config_kwargs, sums
