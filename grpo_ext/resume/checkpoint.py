@@ -20,10 +20,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from grpo_ext import _trl
 from grpo_ext.notices import Notices
-from grpo_ext.resume.choice import Choice
+from grpo_ext.resume.choice import REMEDY, Choice
 from grpo_ext.resume.generators import Generators
 from grpo_ext.resume.rank_file import RankFile
-from grpo_ext.resume.state import Unsavable, check_savable
+from grpo_ext.resume.state import StateError, Unsavable, check_savable
 from grpo_ext.rollout.retry import EngineFailed
 
 
@@ -180,7 +180,11 @@ class Checkpoints:
         _trl.load_completions_table(trainer, state["completions"])
         for name, part in self.parts.items():
             if name in state["parts"]:
-                part.load_state_dict(state["parts"][name])
+                try:
+                    part.load_state_dict(state["parts"][name])
+                except (KeyError, TypeError) as error:
+                    path = self._file.path(Path(checkpoint))
+                    raise StateError(f"{path}: its {name!r} was written by another version ({error!r}). {REMEDY}") from error
 
     def window_begins(self) -> None:
         self._before, self._generators = self._content(), Generators()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from grpo_ext.notices import Notices
@@ -34,7 +34,9 @@ def fault(views: Sequence[View]) -> str | None:
     """Why a checkpoint is not complete, given what every rank sees of it; None where it is. Pure."""
     for rank, view in enumerate(views):
         if view.missing:
-            return f"{' and '.join(view.missing)} of rank {rank} is missing or cut short"
+            return (
+                f"{' and '.join(view.missing)} of rank {rank} {'is' if len(view.missing) == 1 else 'are'} missing or cut short"
+            )
     without = [rank for rank, view in enumerate(views) if not view.has_state]
     if without and len(without) < len(views):
         return f"{state_name(without[0])} is missing, while other ranks have theirs"
@@ -85,6 +87,11 @@ class Choice:
         return [folder / name for name in sorted(names, key=lambda name: int(name.rpartition("-")[2]), reverse=True)]
 
     def _check(self, checkpoint: Path) -> None:
+        if not any(gather_object([checkpoint.is_dir()])):
+            raise ValueError(
+                f"Cannot resume from {checkpoint}: there is no such directory. Name a checkpoint's, or set "
+                "resume_from_checkpoint=True for the newest in output_dir."
+            )
         wrong = ""
         here = self._view(checkpoint)
         if here.has_state and TRAINER_STATE_NAME not in here.missing:
@@ -114,17 +121,19 @@ class Choice:
         return [list(views) for views in zip(*everyone, strict=True)]
 
     def _view(self, checkpoint: Path) -> View:
-        missing = [] if _is_json(checkpoint / TRAINER_STATE_NAME) else [TRAINER_STATE_NAME]
+        missing = [] if _names_its_step(checkpoint / TRAINER_STATE_NAME) else [TRAINER_STATE_NAME]
         if not self.reads_state:
             return View(tuple(missing), False)
-        rng_state = self._file.rng_path(checkpoint)
-        if not rng_state.is_file():
-            missing.append(rng_state.name)
+        # Where one of these is not there upstream goes on without a word, and is then another run.
+        needed = [self._file.rng_path(checkpoint)]
+        if not (self._trainer.is_deepspeed_enabled or self._trainer.is_fsdp_enabled):  # which have files of their own
+            needed += [checkpoint / OPTIMIZER_NAME, checkpoint / SCHEDULER_NAME]
+        missing += [path.name for path in needed if not path.is_file()]
         return View(tuple(missing), self._file.path(checkpoint).is_file())
 
 
-def _is_json(path: Path) -> bool:
+def _names_its_step(path: Path) -> bool:
     try:
-        return isinstance(json.loads(path.read_text()), dict)
-    except (OSError, ValueError):
+        return isinstance(json.loads(path.read_text())["global_step"], int)
+    except (OSError, ValueError, KeyError, TypeError):
         return False
