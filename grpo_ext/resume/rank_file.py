@@ -8,7 +8,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from grpo_ext.resume.state import StateError, read_state, write_state
 
-
 _KEYS = {"rank", "global_step", "settings", "rollouts", "loop", "completions", "parts"}
 
 
@@ -46,7 +45,7 @@ class RankFile:
         """What was written; `StateError` where it cannot be read, or belongs to another run than the one that wants it."""
         path = self.path(checkpoint)
         state = read_state(path, self._trainer.accelerator.device)
-        if not isinstance(state, dict) or not _KEYS <= state.keys():
+        if not isinstance(state, dict) or not state.keys() >= _KEYS:
             raise StateError(f"{path} is not the state of a run.")
         step = json.loads((checkpoint / TRAINER_STATE_NAME).read_text())["global_step"]
         there = {"rank": state["rank"], "global_step": state["global_step"], **state["settings"]}
