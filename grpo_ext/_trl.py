@@ -124,16 +124,18 @@ def is_reference_pass(model: Any) -> bool:
 
 
 def loop_state(trainer: Any) -> dict[str, Any]:
-    """What transformers and TRL keep in memory between two logs, and no checkpoint of theirs holds.
+    """What transformers and TRL keep in memory between two logs, and no checkpoint of theirs holds; a copy.
 
-    TRL writes the adaptive entropy coefficient after everything else, so a kill can lose it: it is here as well.
+    TRL writes the adaptive entropy coefficient after everything else, so a kill can lose it: it is here as well. So is the count of
+    tokens, which a checkpoint of theirs holds as of now, and not as of the window's begin.
     """
     return {
         "metrics": {mode: {name: list(values) for name, values in found.items()} for mode, found in trainer._metrics.items()},
-        "loss": trainer._tr_loss,
+        "loss": trainer._tr_loss.clone(),  # upstream adds in place
         "total_loss": trainer._total_loss_scalar,
         "last_logged": trainer._globalstep_last_logged,
         "entropy": (trainer.entropy_coef, trainer._last_world_entropy),
+        "tokens_seen": trainer.state.num_input_tokens_seen,
     }
 
 
@@ -145,6 +147,7 @@ def load_loop_state(trainer: Any, state: dict[str, Any]) -> None:
     trainer._total_loss_scalar = state["total_loss"]
     trainer._globalstep_last_logged = state["last_logged"]
     trainer.entropy_coef, trainer._last_world_entropy = state["entropy"]
+    trainer.state.num_input_tokens_seen = state["tokens_seen"]
 
 
 def completions_table(trainer: Any) -> dict[str, Any]:

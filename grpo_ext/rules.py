@@ -8,6 +8,7 @@ applied together, make a configuration that passes.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from threading import TIMEOUT_MAX
 from typing import Any
 
 from grpo_ext.rollout.sampling import OFF, SamplingSettings, as_mapping, effective_sampling, listed, neutral
@@ -464,9 +465,9 @@ def limit_of_rewards(s: Any, processes: int) -> Iterator[Problem]:
     limit = s.reward_timeout_s
     if limit is None:
         return
-    if not limit > 0:
+    if not isinstance(limit, int | float) or not 0 < limit < TIMEOUT_MAX:
         yield Problem(
-            f"reward_timeout_s={limit}: no function returns in that time. Set a number of seconds above 0, or leave it unset.",
+            f"reward_timeout_s={limit!r}: no time that can be waited for. Set a number of seconds above 0, or leave it unset.",
             {"reward_timeout_s": None},
         )
     elif processes > 1 and limit >= s.ddp_timeout:

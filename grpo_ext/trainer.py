@@ -153,6 +153,9 @@ class GRPOExtMixin:
             super()._run_epoch(*args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self.checkpoints.waits:
+            self.control.should_save = True
+            return
         folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with (
             self.phase_times.phase("checkpoint"),
@@ -222,7 +225,7 @@ class GRPOExtMixin:
             return super().training_step(*args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        with self.phase_times.phase("evaluate", whole=True):
+        with self.phase_times.phase("evaluate", whole=True), self.checkpoints.evaluating():
             return super().evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -260,13 +263,14 @@ class _RunEvents(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.clock.steps.begin(state.num_input_tokens_seen)
         self._trainer.anchors.position.window_begins()
+        self._trainer.checkpoints.window_begins()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.clock.optimizer_stepped()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.clock.steps.end(state.num_input_tokens_seen)
-        self._trainer.anchors.position.step_ends()
+        self._trainer.checkpoints.step_ends()
         report = self._trainer.monitor.close(state.global_step)
         self._trainer.guards.step_ended(report.metrics if report is not None else None)
 

@@ -85,7 +85,7 @@ def main() -> None:
     if config.disable_tqdm:
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(StepLines())
-    trainer.train(resume_from_checkpoint=task.resume and any(Path(config.output_dir).glob("checkpoint-*")))
+    trainer.train(resume_from_checkpoint=task.resume and any(Path(config.output_dir).glob("checkpoint-*/trainer_state.json")))
     trainer.save_model(config.output_dir)
     if trainer.accelerator.is_main_process:
         print(f"Saved {config.output_dir}", flush=True)

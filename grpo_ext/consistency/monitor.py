@@ -152,6 +152,10 @@ class ProbDiffMonitor:
         return _unpadded(*self._newest) if self._newest is not None else []
 
     def train_begins(self) -> None:
+        """What an earlier `train()` left over, cut off within a step, belongs to another run."""
+        self._open.pop("train", None)
+        self._sent = self._cells = self._closed_step = None
+        self._rows, self.closed_rows = [], []
         self.reports.clear()
 
     # ---- over a resume -----------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ class LoopPosition:
         self._trainer = trainer
         self._in_epoch = self._in_window = 0  # micro-steps that are over
         self._resuming = False
-        self.between_steps = True  # whether no micro-step was taken since the last optimizer step
 
     @property
     def loop(self) -> Loop:
@@ -43,7 +42,7 @@ class LoopPosition:
         return self.version // updates_per_epoch(loop.epoch, loop.accumulation) if loop.epoch else 0
 
     def train_begins(self) -> None:
-        self._resuming = self.between_steps = True
+        self._resuming = True
 
     def epoch_begins(self) -> None:
         args = self._trainer.args
@@ -53,11 +52,7 @@ class LoopPosition:
     def window_begins(self) -> None:
         self._in_window = 0
 
-    def step_ends(self) -> None:
-        self.between_steps = True
-
     def advance(self) -> None:
-        self.between_steps = False
         self._in_epoch += 1
         self._in_window += 1
 

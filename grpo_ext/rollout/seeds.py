@@ -28,10 +28,6 @@ class GenerationCount:
         self._mode, self._turns = mode, 0
         self._begun[mode] += 1
 
-    def failed(self) -> None:
-        """The batch that was begun last was not generated: the next one has its number."""
-        self._begun[self._mode] -= 1
-
     def number(self, mode: str) -> int:
         """Number of the latest generation batch of `mode`, -1 before the first."""
         return self._begun[mode] - 1

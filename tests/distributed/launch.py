@@ -86,12 +86,14 @@ def start_ranks(target: str, folder: Path, *, zero3: bool, processes: int, argum
     for old in folder.glob("rank*.json"):
         old.unlink()
     (folder / "arguments.json").write_text(json.dumps(arguments))
-    launcher = launch_arguments(folder, zero3=zero3, processes=processes) if zero3 or processes > 1 else [sys.executable]
+    launcher, own = [sys.executable], {"MASTER_PORT": str(free_port())}  # an engine alone takes a port as well
+    if zero3 or processes > 1:
+        launcher, own = launch_arguments(folder, zero3=zero3, processes=processes), {}
     with open(folder / "output", "w") as output:
         return subprocess.Popen(
             [*launcher, __file__, target, str(folder)],
             cwd=ROOT,
-            env=environment(),
+            env=environment() | own,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -103,8 +103,9 @@ def test_a_thread_of_its_own_has_the_callers_context():
 
 
 def test_a_limit_must_be_a_time_and_shorter_than_the_others_wait(monkeypatch):
-    with pytest.raises(ValueError, match=r"reward_timeout_s=0: .* above 0"):
-        GRPOExtConfig(**config_kwargs("unused", reward_timeout_s=0))
+    for limit in (0, -1.0, float("nan"), float("inf"), 1e10, "5"):
+        with pytest.raises(ValueError, match=rf"reward_timeout_s={limit!r}: .* above 0".replace("+", r"\+")):
+            GRPOExtConfig(**config_kwargs("unused", reward_timeout_s=limit))
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(
         ValueError, match=r"reward_timeout_s=1800 on 2 processes with ddp_timeout=1800.*Set reward_timeout_s=900"

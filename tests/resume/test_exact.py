@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from grpo_ext.resume.checkpoint import Checkpoints
+from grpo_ext.resume.rank_file import RankFile
 from tests.resume.runs import train
 from tests.tiny import config_kwargs
 
@@ -89,14 +90,14 @@ def test_the_table_of_completions(model, tmp_path):
 
 def without(monkeypatch, forget):
     """Let `forget(state)` take something out of every state that is read."""
-    read = Checkpoints._read
+    read = RankFile.read
 
     def forgetful(self, checkpoint):
         state = read(self, checkpoint)
         forget(state)
         return state
 
-    monkeypatch.setattr(Checkpoints, "_read", forgetful)
+    monkeypatch.setattr(RankFile, "read", forgetful)
 
 
 def no_rollouts(state):

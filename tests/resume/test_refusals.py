@@ -10,7 +10,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.replay import RecordedRollouts, lognormal, recorded, token_reward, uniform
 from grpo_ext import GRPOExtTrainer
-from grpo_ext.resume.checkpoint import View, fault
+from grpo_ext.resume.choice import View, fault
 from grpo_ext.resume.state import read_state, write_state
 from tests.resume.runs import MIDDLE, train
 from tests.tiny import config_kwargs, sums
@@ -58,6 +58,19 @@ DAMAGE = {
         r"num_iterations=1 there, 2 here; temperature=0\.5 there, 1\.0 here",
     ),
     "no RNG state": (lambda c: (c / "rng_state.pth").unlink(), r"rng_state\.pth of rank 0 is missing"),
+    "no optimizer": (lambda c: (c / "optimizer.pt").unlink(), r"optimizer\.pt of rank 0 is missing"),
+    "no step": (
+        lambda c: (c / "trainer_state.json").write_text("{}"),
+        r"trainer_state\.json of rank 0 is missing or cut short",
+    ),
+    "no state of a run": (
+        lambda c: write_state(state_file(c), [1]),
+        r"grpo_ext_state_0\.safetensors is not the state of a run",
+    ),
+    "part of another version": (
+        lambda c: changed(c, lambda s: s["parts"]["anchors"].pop("tokens")),
+        r"grpo_ext_state_0\.safetensors: its 'anchors' was written by another version \(KeyError\('tokens'\)\)",
+    ),
     "no end": (lambda c: (c / "trainer_state.json").unlink(), r"trainer_state\.json of rank 0 is missing"),
 }
 
@@ -69,6 +82,12 @@ def test_damaged_or_foreign_is_refused_by_name(model, folder, tmp_path, name):
     with pytest.raises(ValueError, match=message) as error:
         train(model, tmp_path / "b", resume=str(folder / "checkpoint-2"), **SHORT)
     assert "checkpoint-2" in str(error.value) and "resume_rollouts=False" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["checkpoint-77", "checkpoint-2/trainer_state.json"])
+def test_what_is_no_checkpoint_is_refused_with_one_that_is(model, saved, tmp_path, name):
+    with pytest.raises(ValueError, match=rf"{name}: there is no such directory\. .*resume_from_checkpoint=True"):
+        train(model, tmp_path, resume=str(saved[0] / name), **SHORT)
 
 
 def test_resume_rollouts_false_goes_on_with_fresh_ones(model, folder, saved, tmp_path):
