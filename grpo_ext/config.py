@@ -6,7 +6,8 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from grpo_ext.rules import SHARED_PROMPT, problems
+from grpo_ext.rules import problems
+from grpo_ext.rules.logps import SHARED_PROMPT
 from grpo_ext.toolchain import spare_the_compiler
 
 

@@ -1,6 +1,5 @@
 """ProbDiffCallback: dumps the differences of single tokens, warns when rollouts and actor part, and stops the run if asked to."""
 
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from grpo_ext.consistency.monitor import ObservedRows, VersionReport
 from grpo_ext.consistency.prob_diff import token_diff
 from grpo_ext.notices import Notices
 from grpo_ext.rollout.seeds import prompt_key
-from grpo_ext.rules import prob_diff_counts, prob_diff_thresholds
+from grpo_ext.rules.consistency import prob_diff_counts, prob_diff_thresholds
 
 logger = get_logger(__name__)  # the main process speaks for all
 
@@ -132,7 +131,7 @@ class ProbDiffCallback(TrainerCallback):
 
     def _nothing_seen(self) -> None:
         asked = self.enable_token_level_prob_diff or self.prob_diff_stop is not None or not self.automatic
-        if asked and not self._trainer.monitor.reports:
+        if asked and not self._trainer.monitor.reports and not self._trainer.monitor.means:
             self._notices.once(
                 "no log-probs",
                 "Rollouts came without log-probs of the engine, so they cannot be compared with the actor. Set use_vllm=True, or "
@@ -168,10 +167,8 @@ class ProbDiffCallback(TrainerCallback):
     def _judge(self, report: VersionReport, control: Any) -> None:
         if keys.MEAN not in report.metrics:
             return
-        newest = reversed(self._trainer.monitor.reports)
-        known = (each.metrics[keys.MEAN] for each in newest if keys.MEAN in each.metrics)
         warn, stop, patience = self.prob_diff_warn, self.prob_diff_stop, self.prob_diff_patience
-        means = list(islice(known, max(2, patience)))[::-1]
+        means = list(self._trainer.monitor.means)
         stops = stop is not None and len(means) >= patience and min(means[-patience:]) > stop
         sick = [warn is not None and mean > warn for mean in means[-2:]]
         if stops or sick in ([True], [False, True]):

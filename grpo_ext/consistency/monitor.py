@@ -15,8 +15,8 @@ from grpo_ext import ranks
 from grpo_ext.consistency import keys
 from grpo_ext.consistency.prob_diff import diff_grid, token_diff
 from grpo_ext.consistency.sums import ConsistencySums, consistency_metrics, consistency_sums
+from grpo_ext.rules.consistency import REMEMBERED
 
-HISTORY, REMEMBERED = 1000, 50  # versions kept, and kept over a resume
 NO_CELL = -1.0
 
 
@@ -63,7 +63,8 @@ class ProbDiffMonitor:
         self.closed_rows: list[ObservedRows] = []  # what the last report is made of, where rows are kept
         self._cells: torch.Tensor | None = None  # of this rank and step, NO_CELL where another rank has the token or none
         self._grid: dict[str, float] = {}
-        self.reports: deque[VersionReport] = deque(maxlen=HISTORY)
+        self.reports: deque[VersionReport] = deque(maxlen=REMEMBERED)  # of this process
+        self.means: deque[float] = deque(maxlen=REMEMBERED)  # mean differences, kept over a resume
 
     def observe(self, mode: str, version: int, rows: dict[str, Any], mask: torch.Tensor, weights: torch.Tensor | None) -> None:
         """Add rollouts of policy `version`: `rows` with both log-probs, the loss mask, and the importance weights in use."""
@@ -110,7 +111,10 @@ class ProbDiffMonitor:
             self.closed_rows, self._rows = self._rows, []
             sums = self._received()
             if sums is not None:
-                self.reports.append(VersionReport(step, self._version, consistency_metrics(sums)))
+                metrics = consistency_metrics(sums)
+                self.reports.append(VersionReport(step, self._version, metrics))
+                if keys.MEAN in metrics:
+                    self.means.append(metrics[keys.MEAN])
         return self.reports[-1] if self.reports and self.reports[-1].step == step else None
 
     def _received(self) -> ConsistencySums | None:
@@ -157,17 +161,17 @@ class ProbDiffMonitor:
         self._sent = self._cells = self._closed_step = None
         self._rows, self.closed_rows = [], []
         self.reports.clear()
+        self.means.clear()
 
     # ---- over a resume -----------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
         sums = {mode: {"sums": of.sums, "maxima": of.maxima} for mode, of in self._closed.items()}
-        reports = [[report.step, report.version, report.metrics] for report in list(self.reports)[-REMEMBERED:]]
-        return {"closed": sums, "version": self._version, "grid": self._grid, "reports": reports}
+        return {"closed": sums, "version": self._version, "grid": self._grid, "means": list(self.means)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._closed = {mode: ConsistencySums(**sums) for mode, sums in state["closed"].items()}
         self._version, self._grid = state["version"], state["grid"]
-        self.reports.extend(VersionReport(*report) for report in state["reports"])
+        self.means.extend(state["means"])
 
 
 class _Sent:

@@ -12,7 +12,7 @@ from grpo_ext import _trl
 from grpo_ext.logprobs.positions import dynamic_rope_limit, is_prompt_learning
 from grpo_ext.logprobs.tree_forward import ATTENTIONS
 from grpo_ext.rollout.guards import corrected_sampling
-from grpo_ext.rules import NEUTRAL_LOSSES
+from grpo_ext.rules.logps import NEUTRAL_LOSSES
 
 
 def grouping_obstacle(trainer: Any, asked_for: bool = False) -> str | None:

@@ -8,7 +8,8 @@ from grpo_ext.plan.arithmetic import Plan, is_colocated, longest_row, make_plan
 from grpo_ext.plan.memory import Memory, NoEstimate, estimate
 from grpo_ext.plan.recipe import Recipe, RecipeError, read_recipe
 from grpo_ext.plan.zero import Zero, zero_of
-from grpo_ext.rules import Problem, problems
+from grpo_ext.rules import problems
+from grpo_ext.rules.problem import Problem
 
 
 @dataclass

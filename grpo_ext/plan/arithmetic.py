@@ -12,7 +12,7 @@ from typing import Any
 from grpo_ext.logprobs.window import Loop
 from grpo_ext.plan.cycle import play, sorted_together
 from grpo_ext.rollout.sampling import SamplingSettings, effective_sampling
-from grpo_ext.rules import NEUTRAL_LOSSES, SHARED_PROMPT
+from grpo_ext.rules.logps import NEUTRAL_LOSSES, SHARED_PROMPT
 
 PATTERNS = 4  # how many generation batches of a cycle are shown
 

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from grpo_ext.rollout.sampling import as_mapping
-from grpo_ext.rules import Problem
+from grpo_ext.rules.problem import Problem
 
 FIELDS = Path(__file__).with_name("fields.json")
 NEAR = 0.8  # difflib's similarity from which an unknown key is taken for a slip of the pen

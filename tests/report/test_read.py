@@ -81,6 +81,7 @@ def cut(path):
         (lambda d, m: np.save(m, np.ones((2, 4), dtype=bool)), r"prob_mask_step_1\.npy: .*\(2, 4\).*\(2, 3\)"),
         (lambda d, m: np.save(d, np.full((2, 3), -0.7)), r"prob_diff_step_1\.npy: .*6 values outside \[0, 1\]"),
         (lambda d, m: np.save(d, np.full((2, 3), np.inf)), r"prob_diff_step_1\.npy: .*6 values outside \[0, 1\]"),
+        (lambda d, m: (d.unlink(), os.mkfifo(d)), r"prob_diff_step_1\.npy: .*a pipe"),
         (lambda d, m: (d.unlink(), d.mkdir()), r"prob_diff_step_1\.npy: .*[Dd]irectory"),
     ],
 )

@@ -112,6 +112,14 @@ def test_stops_with_a_checkpoint_after_patience(model, tmp_path, caplog):
     assert "above prob_diff_stop=0.0001" in said[0]
 
 
+def test_patience_counts_versions_from_before_a_resume(model, tmp_path):
+    sick = {"prob_diff_warn": None, "prob_diff_stop": 1e-4, "prob_diff_patience": 4, "save_strategy": "steps", "save_steps": 1}
+    train(GRPOExtTrainer, model, tmp_path, max_steps=2, func=rollouts(noise=3.0), **sick)
+    resumed = str(tmp_path / "checkpoint-2")
+    run = train(GRPOExtTrainer, model, tmp_path, max_steps=9, func=rollouts(noise=3.0), resume=resumed, **sick)
+    assert run.state.global_step == 4
+
+
 def test_warns_once_for_an_illness(model, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         run = train(GRPOExtTrainer, model, tmp_path, max_steps=4, func=rollouts(noise=3.0), prob_diff_warn=1e-4)
@@ -205,7 +213,13 @@ def test_a_setting_without_effect_is_named_once(model, tmp_path, caplog, idle):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"prob_diff_patience": 0}, {"prob_diff_keep_last": 0}, {"prob_diff_token_max_print": -1}, {"prob_diff_warn": math.nan}],
+    [
+        {"prob_diff_patience": 0},
+        {"prob_diff_patience": 1001},
+        {"prob_diff_keep_last": 0},
+        {"prob_diff_token_max_print": -1},
+        {"prob_diff_warn": math.nan},
+    ],
 )
 def test_by_hand_it_is_checked_as_the_config_is(wrong):
     (name,) = wrong

@@ -115,6 +115,13 @@ def test_engine_fields(config, message):
         make(**config)
 
 
+@pytest.mark.parametrize("seed", [1.5, "1", True])
+def test_a_seed_of_rollouts_is_a_whole_number(seed):
+    with pytest.raises(ValueError, match=rf"rollout_seed={seed!r} is no whole number.*rollout_seed=0"):
+        make(rollout_seed=seed)
+    assert make(rollout_seed=-3).rollout_seed == -3
+
+
 def test_engine_kwargs_as_json_from_the_command_line():
     assert make(vllm_engine_kwargs='{"enforce_eager": false}').vllm_engine_kwargs == {"enforce_eager": False}
 

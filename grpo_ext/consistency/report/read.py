@@ -133,6 +133,8 @@ def _read(files: StepFiles, problems: Problems) -> Dump:
 
 def _load(path: Path, kinds: str, wanted: str) -> np.ndarray:
     """A (B, T) array whose dtype is of one of numpy's `kinds`. Never unpickles."""
+    if path.is_fifo():
+        raise _Damaged(path.name, "step left out: a pipe, which would be waited for")
     try:
         with path.open("rb") as file:
             array = np.load(file, allow_pickle=False)
