@@ -348,7 +348,11 @@ def plot_shapes(results: list[dict[str, Any]], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 4))
     for group, colour in zip(GROUPS, ("#4878a8", "#c44e52", "#55a868"), strict=True):
-        shown = {shape_of(r["case"])[2]: r["cpu_ratio"] for r in results if shape_of(r["case"])[1:4:2] == (group, CAP)}
+        shown = {
+            shape_of(case)[2]: result["cpu_ratio"]
+            for result in results
+            if (case := result["case"]).startswith("tail-8/8/1-p") and shape_of(case)[1:4:2] == (group, CAP)
+        }
         foreseen = [predicted_ratio(f"tail-8/8/1-p{prompt}-g{group}") for prompt in PROMPTS]
         axes.plot(PROMPTS, foreseen, "--", color=colour, linewidth=1)
         axes.plot(shown.keys(), shown.values(), "o", color=colour, label=f"{group} rollouts to a prompt")
