@@ -360,7 +360,7 @@ def plot_shapes(results: list[dict[str, Any]], path: Path) -> None:
     axes.set_xticks(PROMPTS, [str(prompt) for prompt in PROMPTS])
     axes.set_ylim(bottom=0)
     axes.set_xlabel("prompt, tokens")
-    axes.set_ylabel("CPU time without generation, grpo_ext / TRL 1.16")
+    axes.set_ylabel("time but generation, ours / TRL 1.16")
     axes.plot([], [], "--", color="#555555", linewidth=1, label="predicted")
     axes.legend(frameon=False)
     for side in ("top", "right"):
