@@ -191,6 +191,8 @@ def test_windows():
     assert longest_tree_row(transformers.Qwen2Config(**shape, sliding_window=8)) == float("inf")
     assert longest_tree_row(transformers.MistralConfig(**shape, sliding_window=8)) == 8
     assert longest_tree_row(transformers.Gemma2Config(**shape, sliding_window=16)) == 16
+    unlike = {0: {"sliding_window": 32}, 1: {"sliding_window": 8}}
+    assert longest_tree_row(transformers.MistralConfig(**shape, per_layer_config=unlike)) == 8
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     config = transformers.LlamaConfig(**shape, max_position_embeddings=128, rope_parameters=dynamic)
     assert longest_tree_row(config) == 128
