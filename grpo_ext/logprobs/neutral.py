@@ -104,8 +104,6 @@ def longest_tree_row(config: Any) -> float:
     layers = config.per_layer_config
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(layers)
     windows = [
-        getattr(layer, "sliding_window", None)
-        for layer, kind in zip(layers, kinds, strict=True)
-        if kind == "sliding_attention"
+        getattr(layer, "sliding_window", None) for layer, kind in zip(layers, kinds, strict=True) if kind == "sliding_attention"
     ]
     return min((limit for limit in (*windows, dynamic_rope_limit(config)) if limit), default=float("inf"))
