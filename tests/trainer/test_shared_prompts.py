@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from benchmarks.replay import equal
+from benchmarks.replay import RecordedRollouts, equal, lognormal, uniform
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.logprobs import tree_forward
 from grpo_ext.logprobs.neutral import longest_tree_row
@@ -184,6 +184,21 @@ def test_rows_longer_than_a_sliding_window_stay_rows(tmp_path, caplog):
         stock, ours = both(str(tmp_path / "model"), tmp_path, shared_prompt=True, **HALF, **SGD)
     assert_same(stock, ours)
     assert len(told(caplog)) == 1 and "longer than 8 tokens" in told(caplog)[0]
+
+
+def test_an_empty_prompt_stays_a_row(model, tmp_path, caplog):
+    """This model has no window, so nothing is said of one."""
+
+    class WithoutPrompt(RecordedRollouts):
+        def __call__(self, prompts, trainer):
+            result = super().__call__(prompts, trainer)
+            return {**result, "prompt_ids": [*result["prompt_ids"][:-1], []]}
+
+    made = WithoutPrompt(vocab=VOCAB, completion=lognormal(6, 0.8, 24), prompt=uniform(2, 6))
+    with caplog.at_level(logging.WARNING, logger="grpo_ext"):
+        run = train(GRPOExtTrainer, model, tmp_path, func=made, shared_prompt=True, **HALF)
+    assert len(run.history) == 4
+    assert len(told(caplog)) == 1 and told(caplog)[0].endswith("a prompt is empty, or an attention mask has holes.")
 
 
 def test_windows():
