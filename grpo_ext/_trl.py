@@ -210,10 +210,19 @@ def serve_trees() -> None:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     def sdpa(
-        module: Any, query: Any, key: Any, value: Any, *args: Any, tree_attention: Any = None, **kwargs: Any
+        module: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        attention_mask: Any,
+        *args: Any,
+        tree_attention: Any = None,
+        **kwargs: Any,
     ) -> tuple[Any, None]:
-        if tree_attention is None:
-            return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+        # A mask that a layer made itself stays: no tree then, which the first look sees. Left out, nobody would.
+        own_mask = attention_mask is not None and attention_mask.numel() > 1
+        if tree_attention is None or own_mask:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
         attended = tree_attention(query, key, value, scale=kwargs.get("scaling"), dropout=kwargs.get("dropout", 0.0))
         return attended.transpose(1, 2).contiguous(), None
 

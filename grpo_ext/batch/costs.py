@@ -38,19 +38,15 @@ class Costs:
 
     @classmethod
     def of(cls, config: Any, dense: bool = False) -> "Costs":
-        """From a text model's `PreTrainedConfig`. A mixture of experts counts the experts that a token takes."""
-        layers, hidden, heads = config.num_hidden_layers, config.hidden_size, config.num_attention_heads
-        per_head = getattr(config, "head_dim", None) or hidden // heads
-        key_heads = getattr(config, "num_key_value_heads", None) or heads
-        experts = getattr(config, "num_experts_per_tok", None) or 1
-        inner = (experts > 1 and getattr(config, "moe_intermediate_size", None)) or getattr(config, "intermediate_size", None)
-        projections = 2 * hidden * per_head * (heads + key_heads)
-        feed_forward = 3 * hidden * experts * (inner or 4 * hidden)
+        """From a text model's `PreTrainedConfig`, whose layers may differ. A mixture of experts counts the experts that a token
+        takes."""
+        layers = getattr(config, "per_layer_config", [config] * config.num_hidden_layers)
+        tokens, widths = zip(*(_of_layer(layer, number) for number, layer in enumerate(layers)), strict=True)
         return cls(
-            token=layers * (projections + feed_forward),
-            pair=layers * ATTENTION * 2 * heads * per_head,
-            label=hidden * config.vocab_size,
-            call=layers * CALL,
+            token=sum(tokens),
+            pair=ATTENTION * 2 * sum(widths),
+            label=config.hidden_size * config.vocab_size,
+            call=len(tokens) * CALL,
             dense=dense,
         )
 
@@ -79,6 +75,17 @@ class Costs:
             pairs, calls = (float(line**2), 1) if self.dense else (pairs, calls)
             total += self.token * line + self.pair * pairs + self.call * calls
         return total
+
+
+def _of_layer(config: Any, number: int) -> tuple[int, int]:
+    """(multiply-adds of a token, width of all query heads) of one layer."""
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    per_head = getattr(config, "head_dim", None) or hidden // heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    experts = getattr(config, "num_experts_per_tok", None) or 1
+    inner = (experts > 1 and getattr(config, "moe_intermediate_size", None)) or getattr(config, "intermediate_size", None)
+    inner = inner[number] if isinstance(inner, list) else inner or 4 * hidden
+    return 2 * hidden * per_head * (heads + key_heads) + 3 * hidden * experts * inner, heads * per_head
 
 
 def _real(chunks: Chunks | None, n_rows: int) -> Sequence[Sequence[int]]:

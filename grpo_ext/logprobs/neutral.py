@@ -101,7 +101,9 @@ def sharing_obstacle(trainer: Any) -> str | None:
 
 def longest_tree_row(config: Any) -> float:
     """Tokens of a row up to which a tree attends as the row does: the sliding window, or where rotary frequencies begin to move."""
-    layers = getattr(config, "layer_types", None)
-    slides = layers is None or "sliding_attention" in layers
-    window = getattr(config, "sliding_window", None) if slides else None
-    return min(window or float("inf"), dynamic_rope_limit(config) or float("inf"))
+    layers = config.per_layer_config
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(layers)
+    windows = [
+        getattr(layer, "sliding_window", None) for layer, kind in zip(layers, kinds, strict=True) if kind == "sliding_attention"
+    ]
+    return min((limit for limit in (*windows, dynamic_rope_limit(config)) if limit), default=float("inf"))

@@ -11,6 +11,10 @@ from grpo_ext.batch.padding import position_ids
 # Modules that hold one vector per absolute position (GPT-2 and GPT-Neo: wpe; OPT, XGLM, BioGPT: embed_positions; ...).
 _ABSOLUTE_POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|positions?_embed(ding)?s?|pos_emb(ed)?)$")
 
+# Models that count so without such a module: sines computed once, and a norm with a weight per dimension after the rotation, which
+# makes it one of absolute angles. Every causal model of transformers 5.17 was tried, left-padded against alone.
+_ABSOLUTE_MODELS = ("ctrl", "hunyuan_v1_dense", "hunyuan_v1_moe")
+
 
 def is_prompt_learning(model: Any) -> bool:
     """Whether an adapter of `model` puts virtual tokens before the row (prompt, prefix and P-tuning)."""
@@ -18,7 +22,7 @@ def is_prompt_learning(model: Any) -> bool:
 
 
 def has_absolute_positions(model: Any) -> bool:
-    """Whether a text model has an embedding per absolute position, which left padding shifts unless it is told positions."""
+    """Whether a text model counts absolute positions, which left padding shifts unless it is told positions."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = getattr(base, "config", None)
     if config is None or config.get_text_config() is not config:
@@ -27,7 +31,7 @@ def has_absolute_positions(model: Any) -> bool:
         return False  # PEFT drops position ids there, with a warning
     if "position_ids" not in inspect.signature(base.forward).parameters:
         return False
-    return any(_ABSOLUTE_POSITIONS.search(name) for name, _ in base.named_modules())
+    return config.model_type in _ABSOLUTE_MODELS or any(_ABSOLUTE_POSITIONS.search(name) for name, _ in base.named_modules())
 
 
 @contextmanager

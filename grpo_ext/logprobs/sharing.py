@@ -88,10 +88,11 @@ class SharedPrompts:
         """For each (rows, trees) whether trees are taken. A collective."""
         sums = self._summed(costs)
         if any(trees == INFINITE for _, trees in sums):
+            longer = f"rows are longer than {self._longest:g} tokens, this model's window or what its rotary frequencies were trained for"
             self._notices.once(
                 "irregular",
-                "Some prompts are not shared: a prompt is empty, an attention mask has holes, or rows are longer than "
-                f"{self._longest} tokens, this model's window or what its rotary frequencies were trained for.",
+                "Some prompts are not shared: a prompt is empty, or an attention mask has holes"
+                f"{f', or {longer}' if self._longest < INFINITE else ''}.",
             )
         return [trees < (INFINITE if self._wanted is True else rows) for rows, trees in sums]
 

@@ -67,6 +67,18 @@ def test_sdpa_is_looked_up_by_name_and_called_with_what_the_forward_was_given():
     assert asked == [(16**-0.5, 0.0, (1, 2, 6, 16), (1, 1, 6, 16))] * 2
 
 
+def test_a_layer_with_a_mask_of_its_own_is_no_tree(monkeypatch):
+    """Doge adds a bias for each key, equal for all in a fresh model: its log-probs would be right, the bias without gradient."""
+    config = transformers.DogeConfig(**SHAPE, num_key_value_heads=1, intermediate_size=32)
+    model = transformers.DogeForCausalLM(config)
+    ids, asked = torch.arange(2, 8)[None], []
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "sdpa", sdpa_attention.sdpa_attention_forward)
+    _trl.serve_trees()
+    one = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    model(input_ids=ids, attention_mask=one, position_ids=ids, tree_attention=lambda *args, **kwargs: asked.append(args))
+    assert not asked
+
+
 def test_a_mask_of_four_dimensions_is_handed_through():
     config = transformers.Qwen2Config(**SHAPE)
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)

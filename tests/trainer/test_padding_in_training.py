@@ -1,6 +1,7 @@
 """Trimming, grouping and micro-batches inside the trainer: what they leave alone, where they stay off, what is logged."""
 
 import logging
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from benchmarks.replay import uniform
 from grpo_ext import GRPOExtTrainer
 from grpo_ext.logprobs.arrange import Arranger
 from grpo_ext.logprobs.forward import micro_batched
-from grpo_ext.logprobs.positions import dynamic_rope_limit, has_absolute_positions
+from grpo_ext.logprobs.positions import dynamic_rope_limit, has_absolute_positions, positions_passed
 from grpo_ext.logprobs.window import Loop, uses
 from grpo_ext.notices import Notices
 from tests.tiny import build_tokenizer
@@ -84,6 +85,24 @@ def test_who_has_absolute_positions():
     rotary = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**tiny, num_key_value_heads=1, intermediate_size=16))
     alibi = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2))
     assert [has_absolute_positions(model) for model in (learned, opt, rotary, alibi)] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("kind", ["HunYuanDenseV1", "CTRL"])
+def test_a_row_that_is_padded_is_the_row_alone(kind):
+    """Neither has a module per position: HunYuan norms after the rotation, CTRL adds sines."""
+    config = getattr(transformers, f"{kind}Config")
+    tiny = dict(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    extra = {"head_dim": 16} if kind == "HunYuanDenseV1" else {"dff": 64, "n_positions": 32}
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config(**tiny, **extra)).eval()
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.2)
+    rows = {key: value % 64 if key.endswith("_ids") else value for key, value in make_rows([2, 5], [4, 4]).items()}
+    ids, mask = (torch.cat([rows[f"prompt_{part}"], rows[f"completion_{part}"]], dim=1) for part in ("ids", "mask"))
+    with positions_passed(model) if has_absolute_positions(model) else nullcontext(), torch.no_grad():
+        logits = model(input_ids=ids, attention_mask=mask).logits[0, 4:-1]
+    padded = logits.log_softmax(-1).gather(1, rows["completion_ids"][0][:, None])[:, 0]
+    torch.testing.assert_close(padded, alone(model, rows, 0), atol=1e-5, rtol=0)
 
 
 def test_prompt_tuning_has_its_reference_and_is_given_no_positions(gpt2, model, tmp_path):

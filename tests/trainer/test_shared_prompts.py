@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from benchmarks.replay import equal
+from benchmarks.replay import RecordedRollouts, equal, lognormal, uniform
 from grpo_ext import GRPOExtConfig, GRPOExtTrainer
 from grpo_ext.logprobs import tree_forward
 from grpo_ext.logprobs.neutral import longest_tree_row
@@ -186,11 +186,28 @@ def test_rows_longer_than_a_sliding_window_stay_rows(tmp_path, caplog):
     assert len(told(caplog)) == 1 and "longer than 8 tokens" in told(caplog)[0]
 
 
+def test_an_empty_prompt_stays_a_row(model, tmp_path, caplog):
+    """This model has no window, so nothing is said of one."""
+
+    class WithoutPrompt(RecordedRollouts):
+        def __call__(self, prompts, trainer):
+            result = super().__call__(prompts, trainer)
+            return {**result, "prompt_ids": [*result["prompt_ids"][:-1], []]}
+
+    made = WithoutPrompt(vocab=VOCAB, completion=lognormal(6, 0.8, 24), prompt=uniform(2, 6))
+    with caplog.at_level(logging.WARNING, logger="grpo_ext"):
+        run = train(GRPOExtTrainer, model, tmp_path, func=made, shared_prompt=True, **HALF)
+    assert len(run.history) == 4
+    assert len(told(caplog)) == 1 and told(caplog)[0].endswith("a prompt is empty, or an attention mask has holes.")
+
+
 def test_windows():
     shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=1)
     assert longest_tree_row(transformers.Qwen2Config(**shape, sliding_window=8)) == float("inf")
     assert longest_tree_row(transformers.MistralConfig(**shape, sliding_window=8)) == 8
     assert longest_tree_row(transformers.Gemma2Config(**shape, sliding_window=16)) == 16
+    unlike = {0: {"sliding_window": 32}, 1: {"sliding_window": 8}}
+    assert longest_tree_row(transformers.MistralConfig(**shape, per_layer_config=unlike)) == 8
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     config = transformers.LlamaConfig(**shape, max_position_embeddings=128, rope_parameters=dynamic)
     assert longest_tree_row(config) == 128

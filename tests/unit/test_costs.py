@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import torch
+import transformers
 
 from grpo_ext.batch.costs import ATTENTION, CALL, Costs
 from grpo_ext.batch.micro_batches import Chunks
@@ -51,6 +52,17 @@ def test_constants_come_from_the_config():
     assert (costs.label, costs.call) == (800, 2 * CALL)
     experts = SimpleNamespace(**vars(config), head_dim=4, num_experts_per_tok=2, moe_intermediate_size=6)
     assert Costs.of(experts).token == 2 * (2 * 8 * 4 * (4 + 2) + 3 * 8 * 2 * 6)
+
+
+def test_layers_of_different_widths():
+    """Gemma 4's last layer is full attention with heads of their own width; Gemma 3n lists a feed-forward for each layer."""
+    shape = dict(num_hidden_layers=2, hidden_size=8, num_attention_heads=2, num_key_value_heads=1, vocab_size=10)
+    heads = dict(layer_types=["sliding_attention", "full_attention"], head_dim=4, global_head_dim=6, intermediate_size=16)
+    costs = Costs.of(transformers.Gemma4TextConfig(**shape, **heads))
+    assert costs.token == 2 * 8 * (4 + 6) * (2 + 1) + 2 * 3 * 8 * 16
+    assert costs.pair == ATTENTION * 2 * (2 * 4 + 2 * 6)
+    listed = dict(layer_types=["full_attention"] * 2, head_dim=4, intermediate_size=[16, 32], num_kv_shared_layers=0)
+    assert Costs.of(transformers.Gemma3nTextConfig(**shape, **listed)).token == 2 * 2 * 8 * 4 * (2 + 1) + 3 * 8 * (16 + 32)
 
 
 QWEN_LIKE = Costs.of(
