@@ -12,6 +12,8 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Shared with another environment, what DeepSpeed compiles would be built anew whenever the other one was used in between.
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
 ifeq ($(GPU),yes)
 ACCELERATE := recipes/accelerate/zero3.yaml

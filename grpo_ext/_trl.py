@@ -1,7 +1,8 @@
 """Every private name of TRL, transformers, vLLM, PEFT and DeepSpeed that grpo_ext relies on, and the versions of TRL and vLLM it was
 checked with.
 
-Nothing outside this file reaches into upstream internals. `tests/contract/` pins each fact, so that an upgrade fails there
+Outside this file stand only the methods that `trainer.py` overrides and five attributes of TRL's trainer: `_step`, `_buffered_inputs`,
+`_metrics`, `_last_loaded_step` and `_tokenizer`. `tests/contract/` pins each fact, so that an upgrade fails there
 first. vLLM is imported inside the functions: importing this module needs TRL only.
 """
 

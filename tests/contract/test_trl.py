@@ -103,7 +103,7 @@ def test_metrics_are_averaged_and_nan_left_out(models, tmp_path):
     assert trainer.state.log_history[-1]["x"] == 2.0
 
 
-@pytest.mark.parametrize("name", ["_step", "_buffered_inputs", "_metrics", "_last_loaded_step"])
+@pytest.mark.parametrize("name", ["_step", "_buffered_inputs", "_metrics", "_last_loaded_step", "_tokenizer"])
 def test_attributes_are_set(name):
     assert f"self.{name} = " in source(GRPOTrainer.__init__)
 

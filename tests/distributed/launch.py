@@ -112,9 +112,11 @@ def run_ranks(
     try:
         process.wait(timeout)
     except subprocess.TimeoutExpired:
-        kill_tree(process.pid)
-        process.wait()
         raise AssertionError(f"{target} did not end within {timeout} s:\n{_end_of_output(folder)}") from None
+    finally:  # whoever interrupts the tests leaves no rank behind: the launcher has a session of its own
+        if process.poll() is None:
+            kill_tree(process.pid)
+            process.wait()
     assert process.returncode == 0, f"{target} failed:\n{_end_of_output(folder)}"
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
 

@@ -63,7 +63,7 @@ def test_two_ranks_train_as_stock_trl_does(models, tmp_path, zero3):
 
 
 def test_lengths_as_uneven_as_can_be_do_not_hang(models, tmp_path):
-    """Case 8: [1000, 10, 10, 10] on one rank, [10] * 4 on the other, 1,024 tokens to a forward: as many forwards on both."""
+    """[1000, 10, 10, 10] on one rank, [10] * 4 on the other, 1,024 tokens to a forward: as many forwards on both."""
     uneven = [[1000, 10, 10, 10], [10, 10, 10, 10]]
     run = {
         **HALF,

@@ -123,7 +123,7 @@ def test_what_is_saved_opens_in_plain_transformers_and_plain_vllm(train, tmp_pat
 
 
 def test_unscored_tokens_are_counted_and_rows_reach_the_user(train):
-    """Case 2: a rollout function may leave tokens without a log-prob; training goes on and they stay NaN."""
+    """A rollout function may leave tokens without a log-prob; training goes on and they stay NaN."""
 
     def rollout(prompts, trainer):
         ids = [trainer.processing_class(p).input_ids for p in prompts]

@@ -102,7 +102,7 @@ def test_pushing_the_adapter_alone(train):
 
 
 def test_the_engine_takes_the_actors_dtype(train, models):
-    """Case 6: a float32 checkpoint is served in float32 although vLLM would choose bfloat16; and a setting wins."""
+    """A float32 checkpoint is served in float32 although vLLM would choose bfloat16; and a setting wins."""
     trainer = train(start=False)
     assert trainer.vllm_generation.llm.llm_engine.model_config.dtype == torch.float32
     trainer = train(start=False, vllm_dtype="bfloat16")
@@ -110,7 +110,7 @@ def test_the_engine_takes_the_actors_dtype(train, models):
 
 
 def test_tied_head_after_a_push(train):
-    """Case 7: one matrix on both sides, judged by probabilities too (`test_full`), for a stale packed head shares the storage."""
+    """One matrix on both sides, judged by probabilities too (`test_full`), for a stale packed head shares the storage."""
     trainer = train()
     trainer.vllm_generation.sync_weights()
     model = trainer.vllm_generation.llm.llm_engine.model_executor.driver_worker.model_runner.model

@@ -227,7 +227,7 @@ def test_a_multimodal_batch_is_left_as_it_is():
 
 
 def test_one_long_row_among_short_ones_costs_its_own_length(model):
-    """Case 8: 2,060 padded tokens instead of 8,000, the same log-probs to 1e-5, in the same order."""
+    """2,060 padded tokens instead of 8,000, the same log-probs to 1e-5, in the same order."""
     actor = transformers.AutoModelForCausalLM.from_pretrained(model)
     rows = make_rows([1] * 8, [10, 10, 1000, 10, 10, 10, 10, 10])
     ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1) % VOCAB

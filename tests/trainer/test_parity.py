@@ -38,7 +38,7 @@ def test_accumulation_slices_iterations(model, tmp_path, accumulation, slices, i
 
 @pytest.mark.parametrize("old_logps", ["window", "always"])
 def test_short_windows_at_an_epochs_end(model, tmp_path, old_logps):
-    """Case 4: 6 micro-steps an epoch, updates after 3, 5, 9 and 11, and what is due changes with the epoch's end."""
+    """6 micro-steps an epoch, updates after 3, 5, 9 and 11, and what is due changes with the epoch's end."""
     shape = dict(gradient_accumulation_steps=4, steps_per_generation=3, max_steps=-1, num_train_epochs=2)
     stock, ours = both(model, tmp_path, prompts=sums(6), old_logps=old_logps, **shape, **SGD)
     assert len(ours.history) == 4

@@ -52,7 +52,7 @@ def noted(run, name):
 
 
 def test_the_second_iteration_uses_the_firsts_anchor(model, tmp_path):
-    """Case 3: accumulation 2, one slice, two iterations: no forward beside the loss's, ratio exactly 1 at first use."""
+    """Accumulation 2, one slice, two iterations: no forward beside the loss's, ratio exactly 1 at first use."""
     run = train(
         Watching, model, tmp_path, gradient_accumulation_steps=2, steps_per_generation=1, num_iterations=2, learning_rate=1e-2
     )
@@ -63,7 +63,7 @@ def test_the_second_iteration_uses_the_firsts_anchor(model, tmp_path):
 
 @pytest.mark.parametrize("evaluate", [False, True])
 def test_slices_after_the_step_are_off_policy_by_just_that_step(model, tmp_path, evaluate):
-    """Case 3: accumulation 2, four slices. Slices 0 and 1 have ratio 1; 2 and 3 have not, unless the step changed nothing."""
+    """Accumulation 2, four slices. Slices 0 and 1 have ratio 1; 2 and 3 have not, unless the step changed nothing."""
     shape = dict(gradient_accumulation_steps=2, steps_per_generation=4, max_steps=4)
     if evaluate:
         shape |= dict(evaluate=True, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4)

@@ -16,7 +16,7 @@ def total(found, chunks):
 
 
 def test_one_long_row_among_short_ones():
-    """Case 8: [1000, 10 x 7] in micro-batches of 2 is 3 * 2 * 10 + 2 * 1000 = 2060 padded tokens, not 8 * 1000."""
+    """[1000, 10 x 7] in micro-batches of 2 is 3 * 2 * 10 + 2 * 1000 = 2060 padded tokens, not 8 * 1000."""
     found = lengths([0] * 8, [1000, *[10] * 7])
     chunks = cut(found, max_rows=2)
     assert total(found, chunks) == 2060
@@ -24,7 +24,7 @@ def test_one_long_row_among_short_ones():
 
 
 def test_two_ranks_make_the_same_number_of_forwards():
-    """Case 8: a budget of 1,024 tokens. [10, 10, 10, 1000] wants two forwards, [10] * 4 one."""
+    """A budget of 1,024 tokens. [10, 10, 10, 1000] wants two forwards, [10] * 4 one."""
     uneven, even = lengths([0] * 4, [1000, 10, 10, 10]), lengths([0] * 4, [10] * 4)
     first, second = cut(uneven, max_tokens=1024), cut(even, max_tokens=1024)
     assert first.rows == ((1, 2, 3), (0,))

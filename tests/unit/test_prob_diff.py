@@ -1,4 +1,4 @@
-"""Cases 1 and 2: probability differences of a batch from anywhere, on literal values, and what they leave on disk."""
+"""Probability differences of a batch from anywhere, on literal values, and what they leave on disk."""
 
 import math
 from types import SimpleNamespace

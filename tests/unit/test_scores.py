@@ -1,4 +1,4 @@
-"""Case 2: unscored tokens are counted, lengths that differ are an error that names the row, a positive log-prob is rejected."""
+"""Unscored tokens are counted, lengths that differ are an error that names the row, a positive log-prob is rejected."""
 
 import math
 

@@ -29,7 +29,7 @@ def test_updates_of_an_epoch_count_its_short_last_window():
 
 
 def test_windows_across_an_epochs_end():
-    """Case 4: accumulation 4, 3 slices, 6 micro-steps an epoch, 2 epochs."""
+    """Accumulation 4, 3 slices, 6 micro-steps an epoch, 2 epochs."""
     loop = Loop(accumulation=4, slices=3, epoch=6)
     assert updates(loop, 2) == [3, 5, 9, 11]
     starts = [0, 3, 6, 9]
@@ -74,7 +74,7 @@ def test_a_slice_that_its_age_would_re_anchor_at_first_use_is_not_due():
 
 
 def test_five_due_rows_with_a_budget_of_two():
-    """Case 11: 2, 2, 1."""
+    """2, 2, 1."""
     pending, taken = 5, []
     for deadline in (False, False, True):
         taken.append(rows_now(pending, 2, deadline))
@@ -91,7 +91,7 @@ def test_portions_cut_slices_by_rows():
 
 
 def test_anchors_older_than_the_age_are_taken_anew():
-    """Case 11: anchored at versions 0, 0 and 95, version now 100, maximum age 10: two of three."""
+    """Anchored at versions 0, 0 and 95, version now 100, maximum age 10: two of three."""
     assert [too_old(version, 100, 10) for version in (0, 0, 95)] == [True, True, False]
     assert not too_old(90, 100, 10)  # exactly the maximum is not older
     assert not too_old(0, 100, None)
