@@ -52,6 +52,8 @@ def test_a_recipe_that_truncates_fails(models, tmp_path):
         ("temprature: 1.0\n", "temprature"),
         pytest.param("a: !!python/object:os.system {}\n", "tag", marks=pytest.mark.slow),
         pytest.param("\tx: 1\n", "tabs", marks=pytest.mark.slow),
+        # this one by the engine
+        pytest.param("generation_kwargs:\n  nonsense: 3\n", "Unexpected keyword argument 'nonsense'", marks=pytest.mark.slow),
     ],
 )
 def test_a_bad_recipe_is_refused(models, tmp_path, text, said):
@@ -76,15 +78,6 @@ def test_a_model_that_cannot_be_read(models, tmp_path):
     result = command("--model", tmp_path / "cut")
     assert (result.returncode, "Traceback" in result.stdout + result.stderr) == (1, False)
     assert "SafetensorError" in result.stdout
-
-
-@pytest.mark.slow
-def test_what_the_engine_refuses_is_told(models, tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("generation_kwargs:\n  nonsense: 3\n")
-    result = command("--model", models("qwen2"), "--config", recipe)
-    assert (result.returncode, "Traceback" in result.stdout + result.stderr) == (1, False)
-    assert "Unexpected keyword argument 'nonsense'" in result.stdout
 
 
 def test_an_adapter_push_is_checked_as_such(train):
