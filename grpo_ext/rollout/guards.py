@@ -22,7 +22,8 @@ class Guards:
 
     def __init__(self, trainer: Any):
         self._trainer, self._notices = trainer, Notices()
-        self._warns = trainer.use_vllm and trainer._setting("sampling_mismatch") == "warn"
+        wanted = trainer.use_vllm and trainer._setting("sampling_mismatch") == "warn"
+        self._warns = wanted and bool(SamplingSettings.of(effective_sampling(trainer.args)).departures)
 
     def train_begins(self) -> None:
         trainer = self._trainer
@@ -33,9 +34,9 @@ class Guards:
 
     def step_ended(self, metrics: dict[str, float] | None) -> None:
         """`metrics` of the step's rollouts, by the names of `consistency.keys`; None where none were compared."""
-        args = self._trainer.args
-        if self._warns and SamplingSettings.of(effective_sampling(args)).departures:
-            self._notices.once("sampling", sampling_message(args, (metrics or {}).get(keys.BIAS)))
+        if self._warns:
+            self._warns = False
+            self._notices.once("sampling", sampling_message(self._trainer.args, (metrics or {}).get(keys.BIAS)))
 
 
 def sampling_message(args: Any, bias: float | None) -> str:
